@@ -1,1 +1,1 @@
-"""Every numeric operation that has more than one implementation, a folder each."""
+"""Numeric operations that have more than one implementation, one folder for each."""

@@ -1,9 +1,9 @@
-"""Triton's cache on disk, found again by the next process.
+"""Makes keys of Triton's disk cache stable, so that the next process finds its kernels.
 
-The key of a compiled kernel holds the constants of all functions that it calls. Triton (3.6, 3.7) takes those of a
-callee before it has looked at the callee, so they are in the key only if another kernel met the callee earlier: the
-same kernel gets another key in a process that launches its kernels in another order, and is compiled again. Functions
-that are looked at before their callers get one key.
+The key of a compiled kernel holds the constants of all functions that it calls. Triton (3.6, 3.7) reads those of a
+callee before it has analysed the callee, so they are in the key only if another kernel used the callee earlier. So a
+kernel gets another key in a process that launches its kernels in another order, and is compiled again. If callees are
+analysed before their callers, the key is always the same.
 """
 
 import sys
@@ -13,7 +13,7 @@ from triton.runtime.jit import JITCallable
 
 
 def settle(package: str = "dsv4.kernels", backwards: bool = False) -> list[str]:
-    """Look at every Triton function of the imported modules of `package`, callees first; call it before the first
+    """Analyse every Triton function of the imported modules of `package`, callees first; call it before the first
     launch.
 
     Returns "module.name key" of each, sorted. backwards: in the opposite order, which must change nothing.

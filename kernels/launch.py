@@ -1,4 +1,4 @@
-"""What every Triton kernel's launcher needs to know about where it runs."""
+"""Facts about the device that launchers of Triton kernels need."""
 
 from functools import cache
 
@@ -26,7 +26,7 @@ def require_device(name: str, *tensors: torch.Tensor) -> None:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of the device: how many programs run side by side at least."""
+    """Multiprocessors of the device: at least this many programs run in parallel."""
     return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -48,9 +48,10 @@ def next_power(n: int) -> int:
 
 @cache
 def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels may start before the one before them has ended (programmatic dependent launch, capability 9.0 and
+    """Whether kernels may start before the previous one has ended (programmatic dependent launch, capability 9.0 and
     later).
 
-    A kernel launched so (`launch_pdl=True`) calls `gdc_wait` in every program before it reads what an earlier kernel
-    wrote and before it writes anything; only weights may be touched earlier."""
+    A kernel launched so (`launch_pdl=True`) calls `gdc_wait` in every program before it reads results of an earlier
+    kernel and before it writes anything; only weights may be read earlier.
+    """
     return capability(device) >= (9, 0)

@@ -1,7 +1,7 @@
 """Attention of a single query on a host processor.
 
 One query and a few hundred keys cost less arithmetic than the tensor operations around it. All keys go into one buffer,
-the sink as one more key of zeros: its logit is then set, and its value adds nothing.
+with the sink as one more key of zeros: its logit is then set, and its value adds nothing.
 """
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from dsv4.kernels.attention import reference
 from dsv4.kernels.cache_rows import PackedRows
 
-MAX_KEYS = 2048  # copied together; beyond this the reference reads entries in place
+MAX_KEYS = 2048  # copied together; above this the reference reads entries in place
 
 
 def sparse_attention(
@@ -41,7 +41,7 @@ def hca_attention(
 
 
 def packed(*pools) -> bool:
-    """Whether any pool is of bytes, which the reference decodes."""
+    """Whether any pool holds bytes, which the reference decodes."""
     return any(isinstance(pool, PackedRows) for pool in pools)
 
 
@@ -49,8 +49,9 @@ sparse_attention.__doc__, hca_attention.__doc__ = reference.sparse_attention.__d
 
 
 def _attend_all(q: torch.Tensor, rows: torch.Tensor, sink: torch.Tensor, scale: float) -> torch.Tensor:
-    """q [H, D] against rows [K + 1, D], the last of which stands for the sink → [H, D] in q.dtype."""
+    """q [H, D] against rows [K + 1, D], of which the last is the sink → [H, D] in q.dtype."""
     rows = rows.float()
-    logits = torch.addmm(sink[0], q.float(), rows.t(), beta=0, alpha=scale)  # beta 0: the first argument is not read
+    # with beta 0 the first argument is not read
+    logits = torch.addmm(sink[0], q.float(), rows.t(), beta=0, alpha=scale)
     logits[:, -1] = sink
     return torch.mm(torch.softmax(logits, -1), rows).to(q.dtype)

@@ -1,8 +1,8 @@
 """Device code of attention for Hopper: 64 heads × 64 keys at a time on wgmma, rows copied ahead of their use.
 
-It computes what `triton_tiles.attend` does. Written in Gluon, where layouts, copies and waits are explicit: what
-decides is that the copies of the next tiles are under way while a tile is multiplied. Of the two warpgroups each has
-the logits of half of the keys of a tile, and half of the columns of the output.
+It computes what `triton_tiles.attend` does. It is written in Gluon, where layouts, copies and waits are explicit, so
+that the copies of the next tiles run while a tile is multiplied. Each of the two warpgroups has the logits of half the
+keys of a tile, and half the columns of the output.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)  # columns of one scale of a packed row
-BLOCKS = gl.constexpr(7)  # such blocks of a packed row; the eighth is in bf16
+BLOCKS = gl.constexpr(7)  # such blocks of a packed row; the rest is in bf16
 PAYLOAD = gl.constexpr(576)  # bytes of a packed row, without its scales
 
 
@@ -56,7 +56,8 @@ def attend(
     BN: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `triton_tiles.attend`, for rows of 512, both pools in bf16 or both PACKED (KV_FP8 with 64 columns in bf16)."""
+    """Computes what `triton_tiles.attend` does, for rows of 512, with both pools in bf16 or both PACKED (KV_FP8 with 64
+    columns in bf16)."""
     gdc_wait()
     gdc_launch_dependents()
     D: gl.constexpr = 512
@@ -67,7 +68,7 @@ def attend(
     n, split = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1)
     h0 = gl.program_id(0) % gl.cdiv(H, 64) * 64
     b, t, n = (n // T).to(gl.int64), n % T, n.to(gl.int64)
-    # The queries, then the first tiles are on their way before anything else.
+    # Copies of the queries and of the first tiles start before anything else.
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [64, D], SHARED)
     head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, COPY)), gl.arange(0, D, gl.SliceLayout(0, COPY))
     async_copy.async_copy_global_to_shared(
@@ -109,7 +110,7 @@ def attend(
         sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
         m = sink
     acc = gl.zeros([64, D], gl.float32, O)
-    # Sums by place in the tile: only maxima and weights go from one warpgroup to the other.
+    # Sums by place in the tile: only maxima and weights pass between the warpgroups.
     l, weights = gl.zeros([64, BN], gl.float32, S), gl.allocate_shared_memory(gl.bfloat16, [64, BN], SHARED)
     for tile in range(first, last):
         stage, more = (tile - first) % STAGES, tile + STAGES < last
@@ -121,7 +122,7 @@ def attend(
             k = k_shared.index(stage)
         fence_async_shared()
         s = warpgroup_mma(q_shared, k.permute([1, 0]), gl.zeros([64, BN], gl.float32, S), use_acc=False, is_async=True)
-        # What needs no logits is done meanwhile.
+        # Work that needs no logits runs meanwhile.
         present = rows_of(tile, lists, LISTED, BN, gl.SliceLayout(0, S)) >= 0
         if PACKED:
             if more:
@@ -149,7 +150,7 @@ def attend(
     else:
         total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
     out = (acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
-    async_copy.wait_group(0)  # the queries, if there was no tile
+    async_copy.wait_group(0)  # waits for the queries if there was no tile
     q_shared.store(out)  # so that whole rows are written
     place = (n * splits + split) * (H * D) + (head * D)[:, None] + d[None, :]
     gl.store(OUT + place, q_shared.load(COPY), mask=(head < H)[:, None])
@@ -157,8 +158,8 @@ def attend(
 
 @gluon.jit
 def rows_of(tile, lists, LISTED: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows of a tile in their pool, int32 [BN], −1 beyond the ends of the lists. Of the int64 indices the low halves
-    are read."""
+    """Rows of a tile in their pool, int32 [BN], −1 beyond the ends of the lists. Only the low halves of the int64
+    indices are read."""
     window_list, wi_k, entry_list, ei_k, near, W, seen = lists
     j = gl.arange(0, BN, LAYOUT)
     low = gl.pointer_type(gl.int32)
@@ -198,7 +199,7 @@ KEYS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, PIECE)))
 
 @gluon.jit
 def packed_ring(BN: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory for packed rows as they are: codes of either half, bf16 columns, scales."""
+    """Shared memory for packed rows in their stored form: codes of either half, bf16 columns, scales."""
     low = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
     high = gl.allocate_shared_memory(gl.uint8, [STAGES, BN, 4, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [2, 0, 1]))
     rotated = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BN, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -228,7 +229,7 @@ def copy_packed(ring, stage, row, nearby, WINDOW, run, W_PAGE: gl.constexpr, E_P
 
 @gluon.jit
 def unpack(ring, stage, k, BN: gl.constexpr):
-    """k [BN, 512] = codes × scales, and the bf16 columns as they are."""
+    """k [BN, 512] = codes × scales, and the bf16 columns unchanged."""
     low, high, rotated, scales = ring
     word = scales.index(stage).load(KEYS)
     code, tail = high.index(stage).load(PIECE), rotated.index(stage).load(TAIL)

@@ -22,8 +22,8 @@ def gather_rows(pool: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _dense(pool: torch.Tensor | PackedRows, index: torch.Tensor) -> torch.Tensor | PackedRows:
-    """A packed pool as fp32 [rows, D] where that decodes fewer rows than reading it at `index`: one pool of a long
-    step."""
+    """A packed pool as fp32 [rows, D] if that decodes fewer rows than reading it at `index`, that is for one pool of a
+    long step."""
     return decode_rows(pool) if isinstance(pool, PackedRows) and index.numel() > pool.count else pool
 
 
@@ -33,10 +33,10 @@ def sparse_attention(
     """Window rows ∪ selected entries, each query with its own list.
 
     q [N, H, D]; window [R, D] and entries [E, D]: pools of rows, or PackedRows; window_index int64 [N, W] and
-    entry_index int64 [N, K]: rows of the pools, −1 anywhere is skipped; entries and entry_index
-    None for a window layer; sink fp32 [H]; complete: the caller knows that no index is −1 (a hint that
-    may be ignored); together: queries of each batch row, whose number, while it is small, must not change
-    the order of a query's sums. Returns [N, H, D] in q.dtype; softmax in fp32.
+    entry_index int64 [N, K]: rows of the pools, −1 anywhere is skipped; entries and entry_index None for a window
+    layer; sink fp32 [H]; complete: the caller knows that no index is −1 (a hint that may be ignored); together: the
+    number of queries of each batch row. While it is small, it must not change the order of a query's sums. Returns [N,
+    H, D] in q.dtype; softmax in fp32.
     """
     N, H, D = q.shape
     window = _dense(window, window_index)

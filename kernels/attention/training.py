@@ -1,9 +1,9 @@
 """Attention over whole sequences, differentiable.
 
-Queries of a tile of tokens share their keys (one latent for all heads), so a tile is tokens × heads rows against
-one block of window rows or entries at a time, in the manner of flash attention: nothing of size T × n is held but
-the selection mask. The sink starts the running maximum with denominator 1. On a host processor the same function
-is computed with plain masks: that form is the definition of the kernels.
+Queries of a tile of tokens share their keys (one latent for all heads), so a tile is tokens × heads rows against one
+block of window rows or entries at a time, in the manner of flash attention: only the selection mask has size T × n. The
+sink starts the running maximum with denominator 1. On a host processor the same function is computed with plain masks:
+that form is the definition of the kernels.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from dsv4.kernels.errors import UnsupportedInput
 
-TOKENS, KEYS = 16, 64  # of a tile
+TOKENS, KEYS = 16, 64  # queries, heads included, of a tile
 
 
 def sparse_attention(
@@ -69,7 +69,7 @@ class _Attention(torch.autograd.Function):
         q, kv, entries = q.contiguous(), kv.contiguous(), entries.contiguous()
         out, lse = torch.empty_like(q), torch.empty(B, T, H, dtype=torch.float32, device=q.device)
         n = entries.shape[1]
-        ratio = ratio if n else 1 << 30  # no entry is visible to anyone
+        ratio = ratio if n else 1 << 30  # no query sees an entry
         _forward[(triton.cdiv(T, TOKENS), B)](
             q,
             kv,
@@ -264,7 +264,8 @@ def _backward_queries(
 
 @triton.jit
 def _key_gradient(Q, GRAD, LSE, DELTA, k, seen, b, t0, T, scale, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
-    """What one tile of queries adds to the gradient of keys k [BN, D]; keys are values too. seen [BT·H, BN]."""
+    """The contribution of one tile of queries to the gradient of keys k [BN, D]; keys are values too. seen [BT·H,
+    BN]."""
     row, d = tl.arange(0, BT * H), tl.arange(0, D)
     t = t0 + row // H
     rows = (b * T + t0) * H + row
@@ -333,7 +334,7 @@ def _backward_entries(
     at, live = (b * n + e)[:, None] * D + d[None, :], e[:, None] < n
     k = tl.load(E + at, mask=live, other=0.0)
     dk = tl.zeros((BN, D), tl.float32)
-    first = (RATIO * (e0 + 1) - 1) // BT + split  # no query before that sees any of these entries
+    first = (RATIO * (e0 + 1) - 1) // BT + split  # no earlier query sees any of these entries
     for tile in range(first, tl.cdiv(T, BT), splits):
         t0 = tile * BT
         t = t0 + tl.arange(0, BT * H) // H

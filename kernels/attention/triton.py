@@ -1,9 +1,8 @@
 """Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
 
-A split leaves its partial output and the logarithm of its sum, and a second kernel merges them; how many splits there
-are depends on shapes only, and not on how many tokens of a row a pass has while these are FEW: a pass that verifies
-drafts gives each the bits of a step of its own. See `triton_tiles` for the device code, and `hopper` for what Hopper
-runs at widths of 512.
+Each split writes its partial output and the logarithm of its sum, and a second kernel merges them. The number of splits
+depends on shapes only, and not on a pass's number of tokens of a row while these are FEW: a pass that verifies drafts
+gives each token the bits of its own step. The device code is in `triton_tiles`; Hopper runs `hopper` at widths of 512.
 """
 
 import math
@@ -30,15 +29,15 @@ LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
 MERGED = 2048  # numbers that a program, one warp, merges at a time
 FEW = 16  # queries of a batch row that are planned as one
-MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # what merging costs: a launch, and partial outputs written and read through L2
+MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # cost of merging: a launch, and partial outputs written and read through L2
 
 
 class Tile(NamedTuple):
-    """Heads × keys that a program multiplies at a time; what a program (`start`) and each tile cost on an H100, in µs.
+    """Heads × keys that a program multiplies at a time; the cost of a program (`start`) and of each tile on an H100, in
+    µs.
 
-    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05, and their partial outputs
-    are kept in the queries' type: that halves the traffic of merging, and rounding them costs what rounding the result
-    costs.
+    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05. Their partial outputs are
+    kept in the queries' type, which halves the traffic of merging; the rounding error is that of rounding the result.
     """
 
     heads: int
@@ -55,7 +54,7 @@ class Tile(NamedTuple):
 def sparse_attention(
     q, window, window_index, entries, entry_index, sink, scale: float, complete: bool = False, together: int = 1
 ) -> torch.Tensor:
-    """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
+    """Computes what the reference does, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
     N, H, D = q.shape
     near, far = _Pool.of(window, D), None if entry_index is None else _Pool.of(entries, D)
     return _launch(
@@ -66,7 +65,7 @@ def sparse_attention(
 def hca_attention(
     q, window, window_index, entries, visible, sink, scale: float, complete: bool = False
 ) -> torch.Tensor:
-    """As the reference, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
+    """Computes what the reference does, for head_dim ≤ 512 and PackedRows of KV_FP8; raises UnsupportedInput beyond."""
     D = q.shape[-1]
     return _launch(
         "hca_attention",
@@ -222,9 +221,9 @@ def _launch(
 def _merge(partial, lse, sink, out, dependent: bool) -> None:
     """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D].
 
-    Programs are one warp, since several would exchange sums through shared memory: those took as long (14 µs for 1024
-    programs of 4 KB, 3 µs for 512 without any) as if only one or two of them ran at a time on a multiprocessor of an
-    H100.
+    Programs are one warp, because several warps would exchange sums through shared memory. Such programs took as long
+    (14 µs for 1024 programs of 4 KB, 3 µs for 512 without shared memory) as if a multiprocessor of an H100 ran only one
+    or two of them at a time.
     """
     N, splits, H, D = partial.shape
     together = min(64, next_power(splits))
@@ -246,7 +245,7 @@ def _refuse(name: str, D: int, window_index, listing, window: _Pool, far: _Pool)
 
 
 def _copies_whole(q, window: _Pool, far: _Pool) -> bool:
-    """Whether all rows are of one kind and begin at multiples of 16 bytes, so that `hopper.attend` can take them."""
+    """Whether all rows are of one kind and begin at multiples of 16 bytes, as `hopper.attend` requires."""
     packed = window.packed and far.packed and window.rope == 64
     plain = not window.packed and not far.packed
     aligned = all(t.data_ptr() % 16 == 0 for t in (q, window.data, far.data))
@@ -268,7 +267,8 @@ def plan(
     capability: tuple[int, int],
     processors: int,
 ) -> tuple[Tile, int]:
-    """The tile, and the number of splits of W window rows and K entries, that cost least for N queries of H heads."""
+    """The tile and the number of splits with the least cost, for N queries of H heads over W window rows and K
+    entries."""
 
     def cost(choice):
         tile, splits = choice

@@ -100,8 +100,8 @@ def attend(
         sink = tl.load(SINK + h, mask=h < H, other=0.0).to(tl.float32) * LOG2E
         m = sink
     l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
-    # Each loop is behind a condition and so runs at least once: else ptxas, which sees that a product left in flight
-    # may meet zeros at the end of the loop, waits for every product.
+    # Each loop is behind a condition, so it runs at least once. Otherwise ptxas sees that a product in flight may meet
+    # zeros at the end of the loop, and waits for every product.
     if ONE_LOOP:
         if first < last:
             for tile in tl.range(first, last, num_stages=STAGES):
@@ -150,8 +150,8 @@ def attend(
 def listed_rows(tile, near, window_list, wi_k, W, entry_list, ei_k, K, BN: tl.constexpr, LANES: tl.constexpr):
     """Rows that the lists hold for a tile, int64 [BN, LANES], −1 beyond their ends and in all lanes but one.
 
-    Loaded one tile ahead, and with lanes so that there are as many numbers as threads: fewer would be loaded again by
-    every thread, for each layout that is needed of them.
+    They are loaded one tile ahead, with lanes so that there are as many numbers as threads: every thread would load
+    fewer numbers again, for each layout that is needed of them.
     """
     listed = tl.where(tile < near, window_list, entry_list)
     stride, limit = tl.where(tile < near, wi_k, ei_k), tl.where(tile < near, W, K)
@@ -195,9 +195,9 @@ def add_tile(q, k, present, m, l, acc, scale, T, UNCHAIN: tl.constexpr):
     """One step of the running softmax. m [BH] maximum, l [BH, BN] sums by place in the tile, acc [BH, DP] weighted
     rows.
 
-    UNCHAIN: when one product feeds another, the compiler gives each warp whole rows of both; 64 heads are rows for four
-    warps, and the other four would repeat their work. It does not see through this condition, which always holds and is
-    gone before the machine code.
+    UNCHAIN: when one product feeds another, the compiler gives each warp whole rows of both. 64 heads are rows for four
+    warps, and the other four would repeat their work. This condition hides the chain from the compiler; it always
+    holds, and is removed before the machine code.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if UNCHAIN:
@@ -213,7 +213,7 @@ def add_tile(q, k, present, m, l, acc, scale, T, UNCHAIN: tl.constexpr):
 
 @triton.jit
 def weigh(s, present, m, scale):
-    """New maximum, by what old sums are kept, and the weights 2^(s − maximum); keys that are absent weigh 0."""
+    """The new maximum, the factor for old sums, and the weights 2^(s − maximum); absent keys weigh 0."""
     s = tl.where(present[None, :], s * scale, float("-inf"))
     top = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(top == float("-inf"), 0.0, top)  # −inf − −inf is NaN
@@ -226,7 +226,7 @@ def merge(
 ):
     """Partial outputs [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] and the sink → OUT [N, H, D].
 
-    BS splits at a time, in order; an empty split has no output, and what is in its place counts nothing.
+    BS splits at a time, in order; an empty split has no output, and its place counts as 0.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()

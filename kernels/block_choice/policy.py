@@ -1,4 +1,4 @@
-"""What a decode step reads of a long cache: policies under one interface."""
+"""What a decode step reads of a long cache: policies with one interface."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ class Policy:
     length.
 
     selector: "bound" (upper bound on any token's dot product in the block, maximum over the query group), "mean"
-    (mean-pooled keys, mean over the group; loses short needles), or None where nothing distant is kept. block: tokens
-    of a block. sink: first blocks of the sequence. local: the block of the current position and those before it,
-    `local` in all. topk: distant blocks; distant are the complete blocks between the sink and the local ones. dense:
-    everything is read, and nothing else counts. Raises UnsupportedInput for a policy that contradicts itself.
+    (mean-pooled keys, mean over the group; loses short needles), or None if no distant block is kept. block: tokens of
+    a block. sink: first blocks of the sequence. local: the block of the current position and those before it, `local`
+    in all. topk: distant blocks; distant are the complete blocks between the sink and the local ones. dense: everything
+    is read, and the other fields are ignored. Raises UnsupportedInput for a policy that contradicts itself.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Policy:
 
     @property
     def kept(self) -> int:
-        """Blocks of a keep-set, fixed."""
+        """Number of blocks of a keep-set; it is fixed."""
         return self.sink + self.local + self.topk
 
     @property
     def tokens(self) -> int:
-        """Tokens that a keep-set holds at most."""
+        """The most tokens of a keep-set."""
         return self.kept * self.block
 
 
@@ -75,7 +75,7 @@ def block_bounds(tokens: int = 4096, block: int = 128, sink: int = 1, local: int
 
 
 def block_means(tokens: int = 4096, block: int = 128, sink: int = 1, local: int = 2) -> Policy:
-    """Kept as the warning: a needle of a few tokens vanishes in the mean of its block."""
+    """Mean-pooled blocks, kept as a warning: a needle of a few tokens vanishes in the mean of its block."""
     return Policy(f"block-{block} mean", "mean", block, sink, local, tokens // block - sink - local)
 
 

@@ -9,7 +9,8 @@ from dsv4.kernels.indexer.reference import topk_entries
 
 
 def distant_blocks(start: torch.Tensor, tokens: int, policy: Policy) -> torch.Tensor:
-    """Distant blocks of each query are sink … this number − 1: int64 [B, T], (position // block) − local + 1."""
+    """The distant blocks of each query are those from `sink` up to this number − 1: int64 [B, T], (position // block) −
+    local + 1."""
     position = start.unsqueeze(1) + torch.arange(tokens, device=start.device)
     return position // policy.block - policy.local + 1
 
@@ -50,12 +51,11 @@ def choose_blocks(
     policy: Policy,
     by_importance: bool = False,
 ) -> torch.Tensor:
-    """The keep-set of every query: int32 [B, T, KV, policy.kept], ascending, −1 at the end where there are fewer
-    blocks.
+    """The keep-set of every query: int32 [B, T, KV, policy.kept], ascending, −1 at the end if there are fewer blocks.
 
-    Arguments as in `block_scores`. Kept are the sink blocks, the local blocks, and the topk distant blocks of the
-    highest score, of equal scores the lowest block. by_importance: sinks, the local blocks from the newest on, then the
-    distant by falling score.
+    Arguments as in `block_scores`. It holds the sink blocks, the local blocks, and the topk distant blocks of the
+    highest score; of equal scores the lowest block wins. by_importance: the order is sinks, local blocks from the
+    newest on, then distant blocks by falling score.
     """
     if policy.dense:
         raise UnsupportedInput("choose_blocks: the dense policy keeps every block; use grouped_attention")

@@ -1,8 +1,8 @@
 """Block choice on the GPU: scores in one pass, then exact top-k; all of fixed size, from positions on the device.
 
 Up to 8192 blocks (1M tokens in blocks of 128) one program holds all scores of a query and KV head and writes the
-keep-set. More (pages of 16 of more than 128K tokens) are searched by the indexer's kernels, and a last one puts what
-they found in order: one program took longer for 32768 pages than those take for 65536.
+keep-set. More blocks (pages of 16 of more than 128K tokens) are searched by the indexer's kernels, and a last kernel
+orders their result: one program took longer for 32768 pages than those take for 65536.
 """
 
 import torch
@@ -27,8 +27,8 @@ def block_scores(
     start: torch.Tensor,
     policy: Policy,
 ) -> torch.Tensor:
-    """As the reference; products of bf16 are exact, summed in fp32. Contiguous summaries of bf16 or fp32; raises
-    UnsupportedInput beyond."""
+    """Computes what the reference does; products of bf16 are exact, summed in fp32. Takes contiguous summaries of bf16
+    or fp32; raises UnsupportedInput beyond."""
     (B, T), pair = q.shape[:2], _summaries("block_scores", q, low, high, mean, start, policy)
     KV, N = pair[0].shape[1:3]
     scores = torch.empty(B, T, KV, N, dtype=torch.float32, device=q.device)
@@ -47,7 +47,8 @@ def choose_blocks(
     policy: Policy,
     by_importance: bool = False,
 ) -> torch.Tensor:
-    """As the reference; raises UnsupportedInput as `block_scores`, and where the indexer's `topk_entries` does."""
+    """Computes what the reference does; raises UnsupportedInput as `block_scores` and the indexer's `topk_entries`
+    do."""
     (B, T), kept, early = q.shape[:2], policy.kept, dependent_launch(q.device)
     if policy.dense:
         raise UnsupportedInput("choose_blocks: the dense policy keeps every block; use grouped_attention")
@@ -125,7 +126,7 @@ choose_blocks.__doc__ = f"{reference.choose_blocks.__doc__}\n\n    On a GPU: {ch
 
 
 def _score(q, first, second, start, policy: Policy, scores, every: bool) -> torch.Tensor:
-    """Launch the scores' kernel. Returns the ends of the distant blocks, int64 [rows]."""
+    """Launch the kernel of the scores. Returns the ends of the distant blocks, int64 [rows]."""
     (B, T, H, D), (KV, N), early = q.shape, first.shape[1:3], dependent_launch(q.device)
     q = q if q.stride(-1) == 1 else q.contiguous()
     rows, tiles, width = B * T * KV, triton.cdiv(N, BLOCKS), max(16, next_power(D))
@@ -163,7 +164,7 @@ def _score(q, first, second, start, policy: Policy, scores, every: bool) -> torc
 
 
 def _summaries(name: str, q, low, high, mean, start, policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the policy's selector reads. Raises UnsupportedInput."""
+    """The summaries that the policy's selector reads. Raises UnsupportedInput."""
     pair = (mean, mean) if policy.selector == "mean" else (high, low)
     if policy.selector is None or any(t is None for t in pair):
         raise UnsupportedInput(

@@ -1,7 +1,7 @@
 """Device code of block choice: scores of blocks in one pass over their summaries, and exact top-k without sorting.
 
-A keep-set is written in three runs: sink blocks, distant blocks, local blocks; or by importance sinks, local blocks
-from the newest on, distant blocks by falling score.
+A keep-set is written in three runs: sink blocks, distant blocks, local blocks. By importance the runs are sinks, local
+blocks from the newest on, distant blocks by falling score.
 """
 
 import triton
@@ -59,8 +59,8 @@ def score_blocks(
     """SCORES fp32 [rows, N] of the distant blocks of query and KV head (axis 0); programs of axis 1 share the tiles of
     BN blocks.
 
-    FIRST, SECOND [B, KV, N, D]: high and low if BOUND, else the mean twice. EVERY: −inf for all other blocks, which
-    otherwise holds for sinks only. VISIBLE int64 [rows]: the end of the distant blocks.
+    FIRST, SECOND [B, KV, N, D]: high and low if BOUND, else the mean twice. EVERY: writes −inf for all other blocks;
+    otherwise only sinks get −inf. VISIBLE int64 [rows]: the end of the distant blocks.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -107,7 +107,7 @@ def fixed_blocks(OUT, current, sink, local, found, kept, BK: tl.constexpr, RANKE
 
 @triton.jit
 def by_score(SCORES, OUT, found, BK: tl.constexpr):
-    """Order `found` blocks at OUT by falling score, of equals the lowest first."""
+    """Order `found` blocks at OUT by falling score; of equal scores the lowest block comes first."""
     tl.debug_barrier()  # other threads wrote them
     i = tl.arange(0, BK)
     number = tl.load(OUT + i, mask=i < found, other=0)

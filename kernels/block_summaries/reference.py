@@ -4,7 +4,7 @@ import torch
 
 
 def touched_blocks(tokens: int, block: int) -> int:
-    """How many blocks `tokens` positions in a row can touch at most."""
+    """The most blocks that `tokens` consecutive positions can touch."""
     return (tokens + block - 2) // block + 1
 
 
@@ -20,16 +20,15 @@ def summarise_blocks(
     """Write the summaries of every block that positions start … start + tokens − 1 touch, over its keys up to the last
     of them.
 
-    keys [B, KV, S, D]; start int64 [B]; low and high [B, KV, S/block, D] in the keys' dtype (both or neither), mean
-    [B, KV, S/block, D] in any float. A summary is taken from the cached keys and never updated, so a row that is
-    rewound needs nothing: its last block is summarised again by the next token. Blocks that are not touched stay as
-    they are.
+    keys [B, KV, S, D]; start int64 [B]; low and high [B, KV, S/block, D] in the keys' dtype (both or neither), mean [B,
+    KV, S/block, D] in any float. A summary is computed from the cached keys and never updated, so a rewind needs no
+    work: the next token summarises the last block again. Blocks that are not touched do not change.
     """
     (B, KV, S, D), device = keys.shape, keys.device
     number = (start // block).unsqueeze(1) + torch.arange(touched_blocks(tokens, block), device=device)  # [B, m]
     # first unwritten
     end = (start + tokens).view(B, 1, 1)
-    # again the first, instead of one not touched
+    # the first block again, instead of one that is not touched
     number = torch.where(number * block < end.squeeze(2), number, number[:, :1])
     # [B, m, block]
     place = number.unsqueeze(2) * block + torch.arange(block, device=device)

@@ -22,7 +22,7 @@ def summarise_blocks(
     mean: torch.Tensor | None,
     block: int,
 ) -> None:
-    """As the reference, for contiguous bf16 and fp32; raises UnsupportedInput beyond."""
+    """Computes what the reference does, for contiguous bf16 and fp32; raises UnsupportedInput beyond."""
     require_device("summarise_blocks", keys, start, low, high, mean)
     (B, KV, S, D), written = keys.shape, [t for t in (low, high, mean) if t is not None]
     check(keys, start, low, high, mean, block)
@@ -105,7 +105,7 @@ def _summarise(
     start = tl.load(START + tl.program_id(1) // KV).to(tl.int32)
     end, number, i = start + tokens, start // BLOCK + tl.program_id(0), tl.arange(0, BLOCK)
     if (number * BLOCK < end) & (number < N):
-        seen = (number * BLOCK + i < end)[:, None] & (d < D)[None, :]  # what lies behind the end is not read
+        seen = (number * BLOCK + i < end)[:, None] & (d < D)[None, :]  # rows after the end are not read
         k = widen(tl.load(KEYS + (head * S + number * BLOCK) * D + i[:, None] * D + d[None, :], mask=seen, other=0.0))
         to = (head * N + number) * D + d
         if EXTREMES:

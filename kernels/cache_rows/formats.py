@@ -65,7 +65,7 @@ def pack_layout(format: RowFormat, width: int, rope: int = 0) -> Layout:
 
 
 class PackedRows(NamedTuple):
-    """Rows of a cache as bytes; what attention and the indexer take in place of a tensor of rows.
+    """Rows of a cache as bytes; attention and the indexer take it instead of a tensor of rows.
 
     data uint8 [pages, page bytes] for a flat pool, [B, pages, page bytes] for one run of rows a batch row; row r is in
     page r // 64 at r % 64. `count`: rows (of each batch row) that exist for the caller; width, rope as in

@@ -1,4 +1,4 @@
-"""Packed cache rows on the GPU: `write_rows`, and how attention reads FP8 rows."""
+"""Packed cache rows on the GPU: `write_rows`, and the code by which attention reads FP8 rows."""
 
 import triton
 import triton.language as tl
@@ -26,9 +26,9 @@ ROWS, COLUMNS, DIMS = tl.constexpr(PAGE), tl.constexpr(KV_BLOCK), tl.constexpr(K
 def write_rows(rows: PackedRows, slots, values) -> None:
     """Encode values [M, D] (fp32 or bf16, any strides) and store them at rows `slots` int64 [M] of a flat pool.
 
-    The bytes are those of the reference's `encode_rows` (of a NaN in a bf16 column: some NaN). Slots are ≥ 0: a
-    negative one is skipped, so that nothing is written outside the pool. Raises UnsupportedInput for a pool that is not
-    flat.
+    The bytes are those of the reference's `encode_rows` (of a NaN in a bf16 column: some NaN). Slots are ≥ 0; a
+    negative slot is skipped, so that nothing is written outside the pool. Raises UnsupportedInput for a pool that is
+    not flat.
     """
     require_device("write_rows", rows.data, slots, values)
     if rows.data.dim() != 2 or rows.data.stride(1) != 1:

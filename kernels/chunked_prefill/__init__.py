@@ -1,4 +1,4 @@
-"""Two-phase chunked sparse prefill of GQA models: chunks attend to themselves and to a memory of what came before."""
+"""Two-phase chunked sparse prefill of GQA models: chunks attend to themselves and to a memory of earlier tokens."""
 
 from dsv4.kernels.chunked_prefill import reference
 from dsv4.kernels.chunked_prefill import triton as triton_kernels

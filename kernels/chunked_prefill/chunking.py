@@ -1,4 +1,4 @@
-"""How a prompt is cut and what is kept of it; what every implementation refuses."""
+"""How a prompt is cut into chunks and what is kept of it; the inputs that every implementation refuses."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +10,9 @@ from dsv4.kernels.errors import UnsupportedInput
 
 @dataclass(frozen=True)
 class Chunking:
-    """chunk S tokens are attended together; of what came before, `local` L and `heavy` H tokens a KV head, M = L + H <
-    S.
+    """The S tokens of a chunk attend together, and to `local` L and `heavy` H earlier tokens a KV head, M = L + H < S.
 
-    Raises UnsupportedInput for sizes that are no such cut.
+    Raises UnsupportedInput for other sizes.
     """
 
     chunk: int
@@ -29,7 +28,7 @@ class Chunking:
 
     @property
     def memory(self) -> int:
-        """M: tokens of earlier chunks that a chunk sees, once there was one."""
+        """M: earlier tokens that a chunk sees, from the second chunk on."""
         return self.local + self.heavy
 
     def chunks(self, tokens: int) -> int:
@@ -39,12 +38,11 @@ class Chunking:
 class Memory(NamedTuple):
     """What the chunks 0 … n−1 of one call kept, per KV head.
 
-    positions int32 [n + 1, B, KV, M], ascending: [i] is what chunk i attended, [n] what a call that goes on begins
-    with; −1
-        where a row has no memory: before its second chunk, and after its last.
-    scores fp32, likewise: mass that these tokens had been given when they were kept.
-    mass fp32 [B, KV, T]: what phase 1 gave the tokens of this call; 0 in a row's last chunk, of which nothing is kept.
-    updates int64 [B, KV]: how often the memory was chosen anew since the row began: its chunks − 1.
+    positions int32 [n + 1, B, KV, M], ascending: [i] is the memory of chunk i, [n] the memory with which the next call
+        begins; −1 if a row has no memory: before its second chunk, and after its last.
+    scores fp32, in that shape: the attention mass of these tokens when they were kept.
+    mass fp32 [B, KV, T]: the mass of this call's tokens in phase 1; 0 in a row's last chunk, of which nothing is kept.
+    updates int64 [B, KV]: how often the memory was chosen since the row began: its chunks − 1.
     """
 
     positions: torch.Tensor
@@ -54,7 +52,7 @@ class Memory(NamedTuple):
 
 
 def check(q, keys, values, start: int, lengths, chunking: Chunking, scale: float, memory: Memory | None) -> None:
-    """Raise UnsupportedInput where the arguments of `chunked_prefill` contradict each other."""
+    """Raise UnsupportedInput if the arguments of `chunked_prefill` contradict each other."""
     name, (B, T, H, D), S = "chunked_prefill", q.shape, chunking.chunk
     if keys.shape != values.shape or keys.dim() != 4 or keys.shape[0] != B or keys.shape[3] != D or H % keys.shape[1]:
         raise UnsupportedInput(
@@ -87,7 +85,7 @@ def check(q, keys, values, start: int, lengths, chunking: Chunking, scale: float
 
 
 def empty_memory(q, KV: int, chunking: Chunking, before: Memory | None) -> Memory:
-    """A Memory for q [B, T, H, D] with nothing in it but what a call before left."""
+    """A Memory for q [B, T, H, D] that holds only what the previous call left."""
     (B, T), device = q.shape[:2], q.device
     positions = torch.full((chunking.chunks(T) + 1, B, KV, chunking.memory), -1, dtype=torch.int32, device=device)
     each, begin = B * KV, -(-B * KV // 2) * 4  # a count takes two fp32; scores begin at 16 bytes

@@ -1,5 +1,4 @@
-"""Two-phase chunked sparse prefill: attention of each chunk to itself, and to a memory of fixed size of what came
-before."""
+"""Two-phase chunked sparse prefill: each chunk attends to itself, and to a memory of fixed size of earlier tokens."""
 
 from typing import NamedTuple
 
@@ -36,20 +35,20 @@ def fuse(a: Partial, b: Partial) -> Partial:
 
 
 def column_sums(s, total: Partial) -> torch.Tensor:
-    """Probability that each key was given by all queries of its group: Σ e^(s−m)/l over s [KV, G, n, K] → [KV, K]."""
+    """The probability mass of each key from all queries of its group: Σ e^(s−m)/l over s [KV, G, n, K] → [KV, K]."""
     return (torch.exp(s - total.m.unsqueeze(-1)) / total.l.unsqueeze(-1)).sum((1, 2))
 
 
 def select(positions, scores, heavy: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of candidates [KV, C] in ascending positions the `heavy` with the highest scores, still ascending; of equals the
-    first."""
+    """Of candidates [KV, C] in ascending positions, the `heavy` ones with the highest scores, still ascending; of equal
+    scores the first wins."""
     kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :heavy].sort(-1).values
     return positions.gather(1, kept), scores.gather(1, kept)
 
 
 def attend_chunk(q, keys, values, first: int, past: Memory, scale: float):
     """Both phases for one chunk: q [n, H, D] at `first`, keys and values [KV, ·, D] of its row. Returns (out [n, H, D],
-    what phase 1 gave its keys [KV, n], scores of the memory with what it was given [KV, M])."""
+    the mass of its keys in phase 1 [KV, n], the updated scores of the memory [KV, M])."""
     (n, H, D), KV = q.shape, len(keys)
     mine = rearrange(q.float(), "n (kv g) d -> kv g n d", kv=KV)
     own, own_v = (t[:, None, first : first + n].float() for t in (keys, values))
@@ -70,19 +69,19 @@ def chunked_prefill(
     """Sparse attention of a prompt in chunks of S tokens; the cache stays whole, so that decoding may attend to all of
     it.
 
-    q [B, T, H, D]: token t of row b stands at start + t, where start is a multiple of S; keys, values [B, KV, ≥ start +
-    T, D] hold every token up to there, rotated by their positions. lengths int64 [B]: tokens of each whole prompt (T
-    must be a multiple of S where one is longer than start + T). Returns (out [B, T, H, D] in q's dtype, 0 beyond a
-    row's length; Memory). Query head h reads KV head h // (H // KV). fp32 softmax. Raises UnsupportedInput. A prompt
+    q [B, T, H, D]: token t of row b is at position start + t, where start is a multiple of S; keys, values [B, KV, ≥
+    start + T, D] hold every token up to there, rotated by their positions. lengths int64 [B]: tokens of each whole
+    prompt (T must be a multiple of S if one is longer than start + T). Returns (out [B, T, H, D] in q's dtype, 0 beyond
+    a row's length; Memory). Query head h reads KV head h // (H // KV). fp32 softmax. Raises UnsupportedInput. A prompt
     may come in several calls, each with the Memory of the one before.
 
     Phase 1, all chunks at once: causal attention inside the chunk. Column sums of its probabilities, normalised by the
-    chunk's own softmax (each query hands out 1), are the first scores of its keys. Phase 2, chunk by chunk from the
-    second: attention of all its queries to the M tokens of the memory, fused with phase 1. Their column sums,
-    normalised by the fused softmax (what the query really gave), are added to the scores of the memory. So a score only
-    ever grows: what phase 2 takes from the keys of the own chunk, by widening the softmax, is not taken back. Then
-    memory = the last L tokens of the chunk ∪ the H with the highest scores among the older memory and the rest of the
-    chunk, per KV head; of equals the earliest.
+    chunk's own softmax (the mass of each query is 1), are the first scores of its keys. Phase 2, chunk by chunk from
+    the second: attention of all its queries to the M tokens of the memory, fused with phase 1. Their column sums,
+    normalised by the fused softmax (the real mass), are added to the scores of the memory. So a score only grows: phase
+    2 reduces the mass of the chunk's own keys, because its softmax has more keys, but their scores are not reduced.
+    Then memory = the last L tokens of the chunk ∪ the H with the highest scores among the older memory and the rest of
+    the chunk, per KV head; of equals the earliest.
     """
     check(q, keys, values, start, lengths, chunking, scale, memory)
     (B, T), S, out = q.shape[:2], chunking.chunk, torch.zeros_like(q)

@@ -1,9 +1,8 @@
 """Chunked sparse prefill on a GPU: two launches for all chunks, then two for each chunk that has others before it.
 
 Phase 1 runs the chunks side by side; phase 2 must go through them in order, since each chunk's queries decide what the
-next one sees.
-Rows that have ended leave their programs at once: what is launched depends on shapes only, and nothing waits for the
-host.
+next one sees. Programs of rows that have ended return at once. Launches depend on shapes only, and nothing waits for
+the host.
 """
 
 import math
@@ -19,14 +18,15 @@ from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, interpreting, next_power, require_device
 
 LOG2E = 1 / math.log(2)
-MAX_CANDIDATES = 1 << 15  # of one KV head, that one program selects among
+MAX_CANDIDATES = 1 << 15  # candidates of one KV head that one program selects among
 AT_ONCE = 256  # tokens of a memory whose logits a program may hold in registers
 
 
 class Tile(NamedTuple):
     """Rows × columns that a program multiplies at a time: queries × keys in attention, keys × queries in column sums.
 
-    Of a memory that has no more tokens than `columns`, a program fetches all at once and computes each logit once."""
+    If a memory has at most `columns` tokens, a program fetches all of it at once and computes each logit once.
+    """
 
     rows: int
     columns: int
@@ -168,7 +168,7 @@ class _Call:
         )
 
     def update(self, i: int, had_memory: bool, kept: Memory) -> None:
-        """Memory after chunk i, which is whole, in the rows that go on."""
+        """The memory after chunk i, which is whole, in the rows that continue."""
         T, c, c0, past = self.T, self.chunking, i * self.chunking.chunk, self.chunking.memory if had_memory else 0
         candidates = next_power(max(past + c.chunk - c.local, c.local))
         choose[(self.q.shape[0] * self.KV,)](
@@ -239,5 +239,5 @@ def tiles(fp32: bool, D: int, chunking: Chunking, capability: tuple[int, int]) -
 
 
 def splits(tiles: Tiles, chunking: Chunking, group: int) -> int:
-    """Parts that the column sums of a memory come in: a part each tile of queries. group: query heads of a KV head."""
+    """Parts of the column sums of a memory: a part for each tile of queries. group: query heads of a KV head."""
     return group * (chunking.chunk // tiles.memory.rows)

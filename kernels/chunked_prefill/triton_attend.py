@@ -1,6 +1,6 @@
 """Device code of both phases' attention: a program takes a tile of queries of one head. In phase 2 it also sums, key by
-key, what its queries gave the memory: the queries are at hand, and a launch of its own would cost more than the product
-that is computed again. Of a memory that one tile holds, nothing is computed or fetched twice.
+key, the mass of its queries on the memory: the queries are loaded already, and a separate launch would cost more than
+computing the product again. If one tile holds the memory, nothing is computed or fetched twice.
 
 Logits are kept in powers of two (scale comes multiplied by log2 e). A finished softmax is (lse, o): its output, and m +
 log2 l.
@@ -22,8 +22,8 @@ def load_queries(Q, b, h, first, t, live, d, q_b, q_t, q_h, FP32: tl.constexpr):
 
 @triton.jit
 def weigh(q, k, seen, m, scale, MASKED: tl.constexpr):
-    """Weights p [BM, BN] of a tile of keys below the largest logit so far: (that, what e^(s−m) of before shrinks by,
-    both [BM], p)."""
+    """Weights p [BM, BN] of a tile of keys relative to the largest logit so far: (that logit, the factor e^(s−m) by
+    which earlier sums shrink, both [BM], p)."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         s = tl.where(seen, s, float("-inf"))
@@ -95,7 +95,7 @@ def within_chunks(
         m, l, acc = add_tile(q, k, v, None, m, l, acc, scale, False)
     for i in tl.static_range(BM // BN):
         n0 = first + i * BN
-        at, there = run + n0 * D, (n0 + n < end)[:, None]  # what no token has written may be NaN
+        at, there = run + n0 * D, (n0 + n < end)[:, None]  # tokens that were never written may be NaN
         k, v = tl.load(K + at + tile, mask=there, other=0.0), tl.load(V + at + tile, mask=there, other=0.0)
         if FP32:
             k, v = widen(k), widen(v)
@@ -116,7 +116,7 @@ def entries(POSITIONS, n, M: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def rows_of(POOL, row, there, d, D: tl.constexpr, FP32: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [len(row), D] of a cache; zeros where not there."""
+    """Rows [len(row), D] of a cache; zeros where there is none."""
     place = POOL + row.to(tl.int64)[:, None] * D + d[None, :]
     if MASKED:
         x = tl.load(place, mask=there[:, None], other=0.0)
@@ -143,8 +143,8 @@ def at_once(
     BN: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Attention to all rows of a memory, fused with the output at place and its lse m; what they are given goes to
-    PART. (lse, output)."""
+    """Attention to all rows of a memory, fused with the output at place and its lse m; the mass of the rows goes to
+    PART. Returns (lse, output)."""
     n = tl.arange(0, BN)
     k = rows_of(K, row, n < M, d, D, FP32, BN != M)
     v = rows_of(V, row, n < M, d, D, FP32, BN != M)
@@ -155,7 +155,7 @@ def at_once(
     weights = p.to(v.dtype)
     if goes_on:
         tl.store(PART + n, tl.sum(p, 0), mask=n < M)
-    # not before: registers hold p; and added last, so that none waits for it
+    # not earlier, because registers hold p; and added last, so that nothing waits for it
     before = tl.load(place, mask=live[:, None], other=0.0)
     return top + tl.log2(l), tl.dot(weights, v, input_precision="ieee") + widen(before) * (keep * share)[:, None]
 
@@ -175,7 +175,7 @@ def give(
     FP32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """PART [M]: what the queries give the rows of a memory, by the softmax whose lse is `fused`."""
+    """PART [M]: the mass of the queries on the rows of a memory, by the softmax whose lse is `fused`."""
     key = tl.arange(0, BK)
     for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
         row = entries(POSITIONS, n0 + key, M, M % BK != 0)
@@ -219,11 +219,10 @@ def to_memory(
 ):
     """Phase 2 of the chunk that begins at token c0 of the call: OUT and LSE of phase 1 become those of both.
 
-    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. Where another chunk follows, PART fp32
-    [B, KV, splits, M] gets what these BM queries gave each key, by the fused softmax: split g · S / BM + tile of
-    queries.
-    BN keys at a time: all M at once where BN holds them; otherwise the column sums take a second pass, of BK keys at a
-    time.
+    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. If another chunk follows, PART fp32 [B,
+    KV, splits, M] gets the mass of these BM queries on each key, by the fused softmax: split g · S / BM + tile of
+    queries. BN keys at a time: all M at once if BN holds them; otherwise the column sums take a second pass, of BK keys
+    at a time.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -233,17 +232,17 @@ def to_memory(
     head, n = b * KV + h // G, tl.arange(0, BN)
     POSITIONS += head * M
     if BN >= M:
-        row = entries(POSITIONS, n, M, BN != M)  # on its way together with the length
+        row = entries(POSITIONS, n, M, BN != M)  # loaded together with the length
     length = tl.load(LENGTHS + b) - start
     end = tl.minimum(length, T).to(tl.int32)
     if first >= end:
         return
     t, d = first + tl.arange(0, BM), tl.arange(0, D)
-    live, goes_on = t < end, length > c0 + S  # where the row goes on all queries are live
+    live, goes_on = t < end, length > c0 + S  # in rows that continue all queries are live
     q = load_queries(Q, b, h, first, t, live, d, q_b, q_t, q_h, FP32)
     place = OUT + (b * T + first) * (H * D) + h * D + (t - first)[:, None] * (H * D) + d[None, :]
     lse = LSE + bh.to(tl.int64) * T + t
-    # fuse(total, part): the running softmax goes on from (m, l, o) = (lse, 1, out)
+    # fuse(total, part): the running softmax continues from (m, l, o) = (lse, 1, out)
     m = tl.load(lse, mask=live, other=0.0)
     run = b * kv_b + (h // G).to(tl.int64) * kv_h
     PART += (head * splits + h % G * (S // BM) + tl.program_id(0)) * M
@@ -251,7 +250,7 @@ def to_memory(
         fused, out = at_once(q, K + run, V + run, row, d, m, place, live, PART, goes_on, scale, D, M, BN, FP32)
     else:
         l, acc = tl.full((BM,), 1.0, tl.float32), widen(tl.load(place, mask=live[:, None], other=0.0))
-        for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are one more load ahead
+        for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are loaded one tile further ahead
             row = entries(POSITIONS, n0 + n, M, M % BN != 0)
             k = rows_of(K + run, row, n0 + n < M, d, D, FP32, M % BN != 0)
             v = rows_of(V + run, row, n0 + n < M, d, D, FP32, M % BN != 0)

@@ -1,7 +1,7 @@
-"""Device code of what is kept: column sums of phase 1, and the selection.
+"""Device code of the memory: column sums of phase 1, and the selection.
 
-Sums are taken keys first, so that what a head gives a key is one program's (of a memory, a fixed number of programs'),
-and added in a fixed order: no atomics, the same bits every time.
+Programs divide the keys, so one program sums the mass of a head on a key (for a memory, a fixed number of programs).
+Sums are added in a fixed order, without atomics, so bits are equal every time.
 """
 
 import triton
@@ -50,7 +50,7 @@ def chunk_mass(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """GIVEN fp32 [B, H, T]: what one query head gave BK keys in phase 1; LSE is phase 1's. Left alone where no chunk
+    """GIVEN fp32 [B, H, T]: the mass of one query head on BK keys in phase 1; LSE is phase 1's. Not written if no chunk
     follows. BK divides S, BQ divides BK."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -68,7 +68,7 @@ def chunk_mass(
         LSE + bh.to(tl.int64) * T + c0,
         Q + b * q_b + c0.to(tl.int64) * q_t + h * q_h,
     )
-    FEW: tl.constexpr = S <= 8 * BK  # steps: then a mask in each costs less than to begin a second loop
+    FEW: tl.constexpr = S <= 8 * BK  # steps: a mask in each costs less than to begin a second loop
     if not FEW:
         for first in range(n0, n0 + BK, BQ):  # queries among the keys
             acc = add_queries(acc, k, Q, LSE, first, q_t, key, d, scale, BQ, True, FP32)
@@ -79,8 +79,8 @@ def chunk_mass(
 
 @triton.jit
 def of_group(GIVEN, T, there, G: tl.constexpr):
-    """What the G query heads of a group gave keys, summed in their order; GIVEN points at the first head's. 0 where not
-    there."""
+    """The mass of keys from the G query heads of a group, summed in their order; GIVEN points at the first head's. 0
+    where there is none."""
     total = tl.load(GIVEN, mask=there, other=0.0)
     for g in tl.static_range(1, G):
         total += tl.load(GIVEN + g * T, mask=there, other=0.0)
@@ -92,15 +92,15 @@ def heaviest(score, candidate, HEAVY: tl.constexpr, N: tl.constexpr, C: tl.const
     """scores.sort(descending=True, stable=True)[:HEAVY].sort() of the N of C that are candidates: (which, their
     places).
 
-    All above the HEAVY-th largest, and the first that equal it. Scores are not negative: as integers they have the same
-    order; NaN is above all, whatever its sign.
+    These are all above the HEAVY-th largest, and the first that equal it. Scores are not negative, so as integers they
+    have the same order; NaN is above all, whatever its sign.
     """
     key = tl.where(score != score, 0x7FC00000, score.to(tl.int32, bitcast=True))
     key = tl.where(candidate, key, -1)
     count = tl.sum((key >= 1 << 30).to(tl.int32), 0)
     least, found, shift = (count >= HEAVY).to(tl.int32) << 30, tl.where(count >= HEAVY, count, N), 28
-    # Two bits at a time: the three counts are one sum. found keys are not below least; when they are HEAVY, no bit that
-    # is left matters
+    # Two bits at a time: the three counts are one sum. `found` keys are not below `least`; when there are HEAVY of
+    # them, the remaining bits do not matter
     BITS: tl.constexpr = 10 if N < 1024 else 16
     for_counts = tl.zeros((C,), tl.int32 if N < 1024 else tl.int64)
     while (shift >= 0) & (found != HEAVY):
@@ -145,15 +145,15 @@ def choose(
     """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next
     `position_next` further on; and the chunk's part of MASS [B, KV, T], summed over the heads of GIVEN [B, KV · G, T].
 
-    A program takes the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then the
-    chunk's.
+    A program handles the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then
+    those of the chunk.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     bkv = tl.program_id(0)
     b, M = (bkv // KV).to(tl.int64), L + HEAVY
-    # all loads are on their way before one is waited for
+    # all loads are issued before the first wait
     length, updates = tl.load(LENGTHS + b), tl.load(UPDATES + bkv)
     POSITIONS, SCORES, PART = POSITIONS + bkv * M, SCORES + bkv * M, PART + bkv.to(tl.int64) * SPLITS * M
     MASS, GIVEN = MASS + bkv.to(tl.int64) * T + c0, GIVEN + bkv.to(tl.int64) * G * T + c0

@@ -1,5 +1,5 @@
-"""The end of a round of speculative decoding: which tokens come out and what that leaves of each row, in two launches
-on a GPU, where tensor operations would be over forty."""
+"""The end of a round of speculative decoding: the output tokens and the new state of each row, in two launches on a
+GPU, where tensor operations would be over forty."""
 
 from functools import wraps
 

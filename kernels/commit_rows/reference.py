@@ -1,4 +1,4 @@
-"""The end of a round in plain torch, which defines it. All of it is of integers, and nothing waits for the device."""
+"""The end of a round in plain torch, which defines it. It is all integers, and nothing waits for the device."""
 
 import torch
 
@@ -23,7 +23,7 @@ def check_tensors(operation: str, shapes: dict[str, tuple[int, ...]], **given: t
 
 
 def check_commit(chosen: torch.Tensor, room: int, **others: torch.Tensor) -> None:
-    """Raise UnsupportedInput where `commit` would be given what it does not take."""
+    """Raise UnsupportedInput for arguments that `commit` does not take."""
     check_tensors("commit_rows.commit", {"chosen": (-1, -1)}, chosen=chosen)
     B, T = chosen.shape
     rows = dict.fromkeys(("accepted", "proposed", "token", "left", "written", "done"), (B,))
@@ -38,7 +38,7 @@ def check_commit(chosen: torch.Tensor, room: int, **others: torch.Tensor) -> Non
 
 
 def check_record(chosen: torch.Tensor, ahead: int, **others: torch.Tensor) -> None:
-    """Raise UnsupportedInput where `record` would be given what it does not take."""
+    """Raise UnsupportedInput for arguments that `record` does not take."""
     check_tensors("commit_rows.record", {"chosen": (-1, -1)}, chosen=chosen)
     B, T = chosen.shape
     rows = dict.fromkeys(("count", "wanted", "offered", "left", "sizes", "done"), (B,))
@@ -69,17 +69,17 @@ def commit(
     log: torch.Tensor,
     round: torch.Tensor,
 ) -> torch.Tensor:
-    """Which of the chosen tokens come out, and what that leaves of each row.
+    """Choose the output tokens among the chosen ones, and update the state of each row.
 
-    chosen int64 [B, T]; accepted int64 [B], below T: drafts that stay, after which one more token follows; proposed
-    int64 [B]: drafts that there were; stops int64 [S]: tokens that end a row, which keeps the first of them ([-1]:
-    none). Updated in place, with rows that are done left as they are: token int64 [B], the last that came out; left
-    int64 [B] ≥ 0, tokens that a row may still produce; written int64 [B], those that it did (written + left ≤ room);
-    done bool [B]; out int64 [B, room + T or more], where tokens that come out follow those written and the others go to
-    columns from `room` on, which count for nothing; log int64 [N, 3, B], whose entry number round int64 [1] (≥ 0, only
-    read; beyond the end the last) becomes proposed, accepted and count.
+    chosen int64 [B, T]; accepted int64 [B], below T: accepted drafts, after which one more token follows; proposed
+    int64 [B]: proposed drafts; stops int64 [S]: tokens that end a row, which keeps the first of them ([-1]: none).
+    Updated in place, except in rows that are done: token int64 [B], the last output token; left int64 [B] ≥ 0, tokens
+    that a row may still produce; written int64 [B], tokens that it has produced (written + left ≤ room); done bool [B];
+    out int64 [B, room + T or more], where output tokens follow those written and the others go to columns from `room`
+    on, which mean nothing; log int64 [N, 3, B], whose entry number round int64 [1] (≥ 0, only read; beyond the end the
+    last) becomes proposed, accepted and count.
 
-    Returns count int64 [B]: the first count[b] tokens of chosen[b] came out. Raises UnsupportedInput.
+    Returns count int64 [B]: the first count[b] tokens of chosen[b] are output. Raises UnsupportedInput.
     """
     check_commit(
         chosen,
@@ -111,8 +111,8 @@ def commit(
 
 
 def next_sizes(wanted: torch.Tensor, offered: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """Drafts of the next round, int64 [B]: the least of what the policy wants, what the drafter has, and what a row may
-    write beside the token that every round adds. All int64 [B]."""
+    """Drafts of the next round, int64 [B]: the minimum of the policy's size, the drafter's offer, and the tokens that a
+    row may write in addition to the one of every round. All int64 [B]."""
     return torch.minimum(torch.minimum(wanted, offered), (left - 1).clamp(min=0))
 
 
@@ -128,13 +128,15 @@ def record(
     records: torch.Tensor,
     ahead: int = 1,
 ) -> None:
-    """What this round says to the host, with sizes of the round that is `ahead` behind it, and sizes of the next one.
+    """Write the round's record for the host, with sizes of the round that is `ahead` later, and set the sizes of the
+    next round.
 
-    chosen int64 [B, T], of which the first count int64 [B] came out; wanted, offered int64 [B]: drafts that the policy
-    wants and that the drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: records int64 [R,
-    B, HEAD + T or more], whose entry at round mod R becomes round, count, `next_sizes`, done, the chosen tokens and
-    zeros; sizes int64 [B]: what the record of `ahead` − 1 rounds before says (1: this one), no more than is offered and
-    left now; then round int64 [1] (≥ 0) counts one more. Raises UnsupportedInput, also where `ahead` is not 1 … R.
+    chosen int64 [B, T], of which the first count int64 [B] are output; wanted, offered int64 [B]: drafts that the
+    policy wants and that the drafter has; left int64 [B] and done bool [B] as `commit` left them. In place: records
+    int64 [R, B, HEAD + T or more], whose entry at round mod R becomes round, count, `next_sizes`, done, the chosen
+    tokens and zeros; sizes int64 [B]: those in the record of `ahead` − 1 rounds before (1: this one), at most what is
+    offered and left now; then round int64 [1] (≥ 0) is incremented. Raises UnsupportedInput, also where `ahead` is not
+    1 … R.
     """
     check_record(
         chosen,

@@ -1,7 +1,7 @@
 """The end of a round on a GPU: one program for all rows, since a launch takes longer than the work of a hundred.
 
-Bit for bit the reference. A program reads all that it updates before it writes: behind the barrier, since one thread
-writes what others read too.
+It equals the reference bit for bit. A program reads everything that it updates before it writes. A barrier lies
+between, because a thread writes values that other threads read.
 """
 
 import torch
@@ -49,11 +49,11 @@ def commit_rows(
     stopping = chosen == tl.load(STOPS)
     for s in range(1, S):
         stopping |= chosen == tl.load(STOPS + s)
-    first_stop = tl.min(tl.where(stopping, place[None, :], T), 1)  # padding lies behind T, whatever it holds
+    first_stop = tl.min(tl.where(stopping, place[None, :], T), 1)  # padding lies after T, whatever it holds
     count = tl.where(done, 0, tl.minimum(tl.minimum(accepted + 1, left), first_stop + 1))
     last = tl.sum(tl.where(place[None, :] == (count - 1)[:, None], chosen, 0), 1)
     column = tl.where(place[None, :] < count[:, None], written[:, None], room) + place[None, :]
-    tl.debug_barrier()  # all threads have read what is written from here on
+    tl.debug_barrier()  # after this all threads have read the values that are overwritten below
     tl.store(OUT + at[:, None] * width + column, chosen, mask=there)
     tl.store(TOKEN + b, tl.where(count > 0, last, token), mask=row)
     LOG += entry * 3 * B
@@ -98,7 +98,7 @@ def record_rows(
     left, done = tl.load(LEFT + b, mask=row, other=0), tl.load(DONE + b, mask=row, other=0) != 0
     most = tl.minimum(offered, tl.maximum(left - 1, 0))
     later = tl.minimum(wanted, most)
-    # of 1 round ahead it is this one's own place, which is not written yet
+    # with ahead = 1 this is the record's own place, which is not written yet
     before = (number + 1 - ahead + rounds) % rounds
     decided = tl.load(RECORDS + (before * B + at) * width + SIZE, mask=row, other=0)
     sizes = tl.where(ahead == 1, later, tl.minimum(decided, most))
@@ -106,7 +106,7 @@ def record_rows(
     numbers = tl.where(i[None, :] == 1, count[:, None], numbers)
     numbers = tl.where(i[None, :] == SIZE, later[:, None], numbers)
     numbers = tl.where(i[None, :] == 3, done[:, None].to(tl.int64), numbers)
-    tl.debug_barrier()  # all threads have read the round, the records, and what may be the sizes before
+    tl.debug_barrier()  # after this all threads have read the round, the records, and the earlier sizes
     tl.store(SIZES + b, sizes, mask=row)
     RECORDS += (number % rounds) * B * width
     tl.store(RECORDS + at[:, None] * width + i[None, :], numbers, mask=row[:, None] & (i < width)[None, :])
@@ -127,7 +127,7 @@ def commit(
     log: torch.Tensor,
     round: torch.Tensor,
 ) -> torch.Tensor:
-    """As the reference, in one launch. What is updated must be contiguous."""
+    """Computes what the reference does, in one launch. Tensors that are updated must be contiguous."""
     require_device("commit_rows.commit", chosen, accepted, proposed, stops, token, left, written, done, out, log, round)
     reference.check_commit(
         chosen,
@@ -182,7 +182,7 @@ def record(
     records: torch.Tensor,
     ahead: int = 1,
 ) -> None:
-    """As the reference, in one launch. What is updated must be contiguous."""
+    """Computes what the reference does, in one launch. Tensors that are updated must be contiguous."""
     require_device("commit_rows.record", chosen, count, wanted, offered, left, done, sizes, round, records)
     reference.check_record(
         chosen,
@@ -232,5 +232,6 @@ def _require_contiguous(operation: str, **updated: torch.Tensor) -> None:
 
 
 def _warps(size: int) -> int:
-    """Of a tile of that many numbers: up to 16 a thread, and one warp, which waits for no other, for up to 512."""
+    """Warps of a tile of that many numbers: up to 16 numbers a thread; for up to 512 numbers one warp, which waits for
+    no other."""
     return max(1, min(8, size // 512))

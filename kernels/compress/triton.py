@@ -39,7 +39,7 @@ gated_pool.__doc__ = reference.gated_pool.__doc__
 def pool_slots(top, total, pooled, kv, gate):
     """A tile of slots, kv and gate fp32 [SLOTS, B], into the running softmax (top, total, pooled fp32 [B]).
 
-    A gate of −inf has no part; `top` is −inf until a channel has met another.
+    A gate of −inf contributes nothing; `top` is −inf until a channel has another gate.
     """
     # (torch.softmax(gate, 1) * kv).sum(1)
     new = tl.maximum(top, tl.max(gate, 0))

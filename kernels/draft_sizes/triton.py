@@ -1,4 +1,4 @@
-"""Beliefs about drafts and the sizes that follow from them, bit for bit as `dsv4.speculation.cost_aware` computes them.
+"""Beliefs about drafts and the resulting sizes, equal bit for bit to those of `dsv4.speculation.cost_aware`.
 
 Each operation is rounded by itself (compiled without fused multiply-add, divisions by IEEE) and sums are folded in
 halves, as there. Shapes and meanings of the tables are those of `dsv4.speculation.cost_aware.Tables`; G = 8 hypotheses,
@@ -50,7 +50,8 @@ def fold_last(x, N: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def observe_rows(BELIEF, LIKELIHOOD, STAY, MOVE, ACCEPTED, PROPOSED_, G: tl.constexpr, SIDE: tl.constexpr):
-    """Program b: evidence, then drift over the accepted + 1 tokens. BELIEF fp32 [B, G], in place."""
+    """Program b: update the belief by the evidence, then drift over the accepted + 1 tokens. BELIEF fp32 [B, G], in
+    place."""
     b, g = tl.program_id(0), tl.arange(0, G)
     accepted = tl.load(ACCEPTED + b)
     row = LIKELIHOOD + (tl.load(PROPOSED_ + b) * SIDE + accepted) * G
@@ -75,8 +76,8 @@ def weigh_rows(
     A: tl.constexpr,
     KP: tl.constexpr,
 ):
-    """Program b: NET fp32 [B, KP of the pass, KP of the row], −inf beyond K, and what the row adds at each width, WORTH
-    fp32 [rows, KP]; a row at rest adds nothing. VALUE [K, G], LATER [A, RESPONSES, K, G]: hypotheses last."""
+    """Program b: NET fp32 [B, KP of the pass, KP of the row], −inf beyond K, and the row's value at each width, WORTH
+    fp32 [rows, KP]; a row at rest has 0. VALUE [K, G], LATER [A, RESPONSES, K, G]: hypotheses last."""
     b, k, a, w = tl.program_id(0), tl.arange(0, KP), tl.arange(0, A), tl.arange(0, KP)
     P, size = BELIEF + b * G, k < K
     value = fold_groups(P, VALUE, k * G, size)
@@ -96,8 +97,8 @@ def weigh_rows(
 
 @triton.jit
 def choose_width(NET, WORTH, COST, SIZES, LIVE, PRESSURE, OUT, B, K, CAP, ROWS: tl.constexpr, KP: tl.constexpr):
-    """The pass's width, and OUT int64 [B]: the size of each row, 0 at rest. Of equals the smaller. WORTH [ROWS, KP] is
-    0 beyond B."""
+    """The pass's width, and OUT int64 [B]: the size of each row, 0 at rest. Of equal scores the smaller size wins.
+    WORTH [ROWS, KP] is 0 beyond B."""
     row, k = tl.arange(0, ROWS), tl.arange(0, KP)
     live = tl.load(LIVE + row, mask=row < B, other=0) != 0
     worth = fold_last(tl.load(WORTH + row[None, :] * KP + k[:, None]), ROWS, KP)
@@ -105,7 +106,7 @@ def choose_width(NET, WORTH, COST, SIZES, LIVE, PRESSURE, OUT, B, K, CAP, ROWS: 
     score = tl.sum(live.to(tl.int32), 0).to(tl.float32) * tl.load(COST + k, mask=k < K, other=0.0) - worth
     score = tl.where((k < K) & ((tl.load(PRESSURE) == 0) | (size <= CAP)), score, float("inf"))
     width = tl.min(tl.where(score == tl.min(score, 0), k, KP), 0)
-    width = tl.minimum(width, KP - 1)  # NaN: none is least
+    width = tl.minimum(width, KP - 1)  # NaN: there is no minimum
     net = tl.load(NET + row[:, None] * (KP * KP) + width * KP + k[None, :], mask=(row < B)[:, None], other=0.0)
     own = tl.min(tl.where(net == tl.max(net, 1)[:, None], k[None, :], KP - 1), 1)
     chosen = tl.load(SIZES + tl.minimum(own, K - 1))

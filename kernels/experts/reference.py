@@ -54,7 +54,7 @@ def expert(w: PackedWeight, e) -> PackedWeight:
 
 
 def _rows(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """index_select on dim 0, which float8 dtypes lack: through their bytes."""
+    """index_select on dim 0 through bytes, because float8 dtypes lack it."""
     return (
         t.view(torch.uint8).index_select(0, index).view(t.dtype) if t.dtype.itemsize == 1 else t.index_select(0, index)
     )

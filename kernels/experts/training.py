@@ -49,7 +49,7 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> to
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of x at `token`; the way back sums a token's k rows instead of adding atomically."""
+    """Rows of x at `token`; the backward pass sums a token's k rows instead of adding atomically."""
 
     @staticmethod
     def forward(ctx, x, token, place, k):
@@ -64,7 +64,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Sum of a token's k rows; the way back is a gather."""
+    """Sum of a token's k rows; the backward pass is a gather."""
 
     @staticmethod
     def forward(ctx, rows, token, place, k):

@@ -1,8 +1,8 @@
 """SwiGLU experts on a GPU.
 
-Few tokens, of all (TOKENS at most) or an expert (MEAN): the weights' bytes are the time, and they are streamed once for
-all tokens of an expert (`triton_few`): sort, first product with SwiGLU, second product, sum; one token needs no sort.
-More tokens, and weights that do not stream, go step by step through tiles (`triton_many`).
+With few tokens, in all (TOKENS at most) or per expert (MEAN), reading the weights takes the time. They are streamed
+once for all tokens of an expert (`triton_few`): sort, gate and up projection with SwiGLU, down projection, sum; one
+token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_many`).
 """
 
 import torch
@@ -68,7 +68,7 @@ def _mixture(
     simulate_shared: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Σ over the routed experts (indices, routing, w13, w2), and the shared one (w1, w3, w2), of those that are not
+    """Σ over the routed experts (indices, routing, w13, w2) and the shared one (w1, w3, w2), of those that are not
     None."""
     N, d = x.shape
     x = check(name, x, d)
@@ -120,8 +120,7 @@ def _shared(name: str, x: torch.Tensor, shared: tuple | None, simulate: bool) ->
 
 
 def _refuse(name: str, x: torch.Tensor, first: Held, second: Held, rows: int, simulate: bool) -> None:
-    """Raises UnsupportedInput for dense weights that are to be simulated, and for shapes that do not belong
-    together."""
+    """Raises UnsupportedInput for simulation with dense weights, and for shapes that do not fit together."""
     if simulate and (first.scale is None or second.scale is None):
         raise UnsupportedInput("activations are quantised for FP8 and FP4 weights only; this weight is dense")
     if first.O != rows or first.K != x.shape[1] or second.O != x.shape[1]:

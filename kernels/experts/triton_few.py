@@ -1,5 +1,5 @@
-"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, the shared expert's beside
-them."""
+"""Experts of a few tokens: each expert's weights are streamed once for all of its tokens, and the shared expert's in
+the same launch."""
 
 import triton
 import triton.language as tl
@@ -21,7 +21,7 @@ def _block(TABLE, INDICES, b, blocks):
 
 @triton.jit
 def _ids(ORDER, first, n, count):
-    """Numbers of pairs (or tokens, without an order) first + n; 0 where n ≥ count."""
+    """Numbers of the pairs (or of the tokens, without an order) first + n; 0 if n ≥ count."""
     if ORDER is None:
         ids = tl.where(n < count, first + n, 0)
     else:
@@ -31,7 +31,7 @@ def _ids(ORDER, first, n, count):
 
 @triton.jit
 def _after(shared):
-    """First tile of a program among those that follow `shared` tiles taken in turn."""
+    """The first tile of a program after the `shared` tiles, which programs take in turn."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     return program + tl.cdiv(tl.maximum(shared - program, 0), programs) * programs - shared
 
@@ -76,8 +76,8 @@ def _gate_up_tile(
     APART: tl.constexpr,
     EARLY: tl.constexpr = 0,
 ):
-    """Columns row … row + 4·RH of the hidden state of `count` pairs from place `first` on; EACH pairs share a row of
-    X."""
+    """Columns row … row + 4·RH of the hidden activations of `count` pairs from place `first` on; EACH pairs share a row
+    of X."""
     T: tl.constexpr = 2 if APART else 8 * NH
     n, mine = tokens(KS, NH, APART)
     t = tl.arange(0, T)
@@ -172,14 +172,14 @@ def gate_up(
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """First product and SwiGLU: H [P, I] of the pairs, HS [N, I_S] of the shared expert, both in x.dtype.
+    """Gate and up projection and SwiGLU: hidden activations H [P, I] of the pairs, HS [N, I_S] of the shared expert,
+    both in x.dtype.
 
     Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S:
     stacks of matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared
-    expert. X, XS:
-    rows for either. APART is for blocks of up to two pairs. SPLIT, where there may be larger ones: 1, two pairs at a
-    time, so that a pair has the bits that it has alone, at the price of reading weights again, mostly from caches; 2,
-    not taken apart, of fewer rows, since they hold more in registers.
+    expert. X: rows of the pairs; XS: rows of the shared expert. APART is for blocks of up to two pairs. SPLIT is for
+    larger blocks. 1: two pairs at a time, so that a pair has the bits that it has alone; weights are read again, mostly
+    from caches. 2: not APART, with fewer rows, because such a program holds more in registers.
     """
     announce(EARLY)
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
@@ -423,8 +423,8 @@ def down(
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Second product: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS. See
-    `gate_up`."""
+    """Down projection: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS.
+    Arguments as for `gate_up`."""
     announce(EARLY)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
     programs = tl.num_programs(0)

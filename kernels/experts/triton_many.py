@@ -20,7 +20,8 @@ GATE_TILE = 1024
 
 
 def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simulate: bool) -> torch.Tensor:
-    """Rows of the pairs [P, d] in x.dtype: sort, product, SwiGLU, product, with the roundings of `simulate` between."""
+    """Rows of the pairs [P, d] in x.dtype: sort, gate and up projection, SwiGLU, down projection, with the roundings of
+    `simulate` between."""
     indices, routing, w13, w2 = routed
     (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
     P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
@@ -39,16 +40,17 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
 
 
 def tile_tokens(P: int, E: int, most: int) -> int:
-    """Tokens of a tile: a third more than an expert has on average, as most then need one tile, and none much too
-    large."""
+    """Tokens of a tile: a third more than an expert has on average, so that most experts need one tile, and no tile is
+    much too large."""
     return next(t for t in (16, 32, 64, 128) if t >= min(4 * P // (3 * E), most))
 
 
 def tile_shape(name: str, w: Held, bt: int, fp32: bool) -> tuple[int, int, int]:
     """(rows, columns, warps) of a tile with `bt` tokens.
 
-    An FP4 tile spends its time on dequantising; 4 warps leave room for a second program beside it, and their loads of
-    scales are wide enough to be begun ahead. Of 16 tokens there are products for fewer rows, and bytes to wait for.
+    An FP4 tile spends its time on dequantising. 4 warps leave room for a second program on the multiprocessor, and
+    their loads of scales are wide enough for prefetching. With 16 tokens a product has fewer rows, and loads take the
+    time.
     """
     columns = tile_columns(name, w, fp32)
     if fp32:
@@ -66,7 +68,7 @@ def tile_shared(
     simulate: bool,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The shared expert [N, d] in x.dtype, or, rounded to it, into `out`: two products, SwiGLU, product."""
+    """The shared expert [N, d] in x.dtype, or, rounded to its dtype, in `out`: two products, SwiGLU, product."""
     w1, w3, w2 = shared
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
     N, I = gate.shape

@@ -1,10 +1,10 @@
 """Pairs (token, expert) in the order of their experts, in blocks of at most T pairs of one expert.
 
 `order` int32 [P]: pair numbers (token · k + slot), those of an expert side by side and in their own order. `table`
-int32 [1 + 3·BLOCKS]: how many entries of the following three lists to look at, then each block's expert (−1 for none),
-its first place in `order`, and its pairs.
+int32 [1 + 3·BLOCKS]: how many entries of the following three lists are valid, then each block's expert (−1 for none),
+its first place in `order`, and its number of pairs.
 
-While one program sorts, others may quantise the tokens, so that the products need not do it once for each tile.
+While one program sorts, others may quantise the tokens, so that the products need not quantise them for each tile.
 """
 
 import torch
@@ -18,18 +18,18 @@ from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import fp8_blocks, narrow, widen
 
 FEW = 512  # pairs that one program sorts
-TILE = 1024  # columns that another quantises
+TILE = 1024  # columns that another program quantises
 
 
 def blocks_of(P: int, E: int, T: int) -> int:
-    """Most blocks that P pairs of E experts make."""
+    """The most blocks that P pairs of E experts can make."""
     return min(P, P // T + E) if P <= FEW else P // T + E
 
 
 def sort_pairs(
     indices: torch.Tensor, E: int, T: int, x: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """indices int64 [N, k], contiguous → (order, table, and x [N, d] through FP8 in blocks of 128).
+    """indices int64 [N, k], contiguous → (order, table, and x [N, d] after FP8 in blocks of 128).
 
     One launch; two for many pairs and x.
     """
@@ -130,8 +130,8 @@ def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.co
 
 @triton.jit(do_not_specialize=["P", "blocks"])
 def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr):
-    """A program an expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert: room for all, some of it left
-    empty."""
+    """A program for each expert. Its blocks begin at ⌊pairs of lower experts / T⌋ + expert, which leaves room for all
+    blocks, some of it empty."""
     begin(EARLY)
     e = tl.program_id(0)
     i = tl.arange(0, CHUNK)

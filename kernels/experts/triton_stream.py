@@ -1,4 +1,4 @@
-"""Launches of `triton_few`: how many programs of what shape, for the routed experts, the shared one, or both."""
+"""Launches of `triton_few`: the number and shape of programs, for the routed experts, the shared one, or both."""
 
 from typing import NamedTuple
 
@@ -12,8 +12,8 @@ from dsv4.kernels.linear.triton_streams import TOKENS, apart, early, warps
 from dsv4.kernels.linear.triton_weights import Held
 
 DYNAMIC = 512  # pairs up to which every possible tile has a program, so that the hardware balances them
-REGISTERS = 128  # a thread, which leave room for 8 programs of two warps on a multiprocessor
-RESIDENT = 6  # programs a multiprocessor that share the tiles of more pairs, of which many may not exist
+REGISTERS = 128  # registers a thread, which leave room for 8 programs of two warps on a multiprocessor
+RESIDENT = 6  # programs a multiprocessor that share the tiles of more pairs, because many of those tiles may not exist
 
 
 class Routed(NamedTuple):
@@ -26,7 +26,7 @@ class Routed(NamedTuple):
 
     @property
     def streams(self) -> bool:
-        """Whether rows stream, and the halves of w13 (gate, up) begin on blocks of its scales."""
+        """Whether rows can be streamed, and the halves of w13 (gate, up) begin on blocks of its scales."""
         w = self.w13
         return w.streams and self.w2.streams and (w.format != "fp8" or w.O // 2 % w.block[0] == 0) and w.parts in (1, 2)
 
@@ -40,15 +40,15 @@ class Shared(NamedTuple):
 
     @property
     def streams(self) -> bool:
-        """Whether rows stream, and w1 and w3 are of one kind."""
+        """Whether rows can be streamed, and w1 and w3 are of one kind."""
         a, b = self.w1, self.w3
         kind = lambda h: (h.format, h.block, h.parts, h.scale is None or h.scale.dtype)
         return a.streams and b.streams and self.w2.streams and kind(a) == kind(b) and a.parts == 1
 
 
 class Part(NamedTuple):
-    """One weight of a launch: what is compiled for it. height: rows of a result that a group of 8 weight rows makes (8,
-    or 4 of the gate and 4 up). apart: see `triton_skinny`."""
+    """One weight of a launch, with its compile-time constants. height: rows of a result from a group of 8 weight rows
+    (8, or 4 of the gate and 4 up). apart: see `triton_skinny`."""
 
     weight: Held
     simulate: bool
@@ -59,8 +59,8 @@ class Part(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Groups of 8 rows of a tile: there are many tiles, so as many as registers hold. Quantising x on the way costs
-        the same for few rows as for many; that is worth programs of twice the registers."""
+        """Groups of 8 rows of a tile: as many as registers hold, because there are many tiles. Quantising x in the
+        kernel costs as much for few rows as for many, so it pays to use twice the registers."""
         form = self.weight.format
         if self.fp32 or form in ("bf16", "fp32"):
             return 2
@@ -88,8 +88,9 @@ def stream_experts(
     simulate_shared: bool,
     out: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter into `out`, if given, rounded to
-    it. Up to TOKENS tokens each has the bits that it has alone (a shared expert in MXFP4: from three tokens on).
+    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter in `out`, if given, rounded to
+    its dtype. With up to TOKENS tokens each token has the bits that it has alone (a shared expert in MXFP4: from three
+    tokens on).
 
     Two launches, three if there are pairs to sort.
     """
@@ -203,9 +204,12 @@ def _grid(
     pairs: int,
     device: torch.device,
 ) -> tuple[int, int]:
-    """Programs and warps of a launch that makes `rows` results of each block, and `shared_rows` of the shared expert.
-    alike: blocks that the number of warps, and with it the order of sums, is chosen for: one token's while tokens are
-    few."""
+    """Programs and warps of a launch that computes `rows` results of each block, and `shared_rows` of the shared
+    expert.
+
+    alike: the number of blocks that decides the number of warps, and with it the order of sums; with few tokens it is
+    that of one token.
+    """
     tiles_of = lambda n: (
         (0 if part is None else n * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
     )

@@ -73,5 +73,5 @@ COMPOSITIONS = {
     )
 }
 
-if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
+if torch.backends.cuda.is_built():  # not is_available: forked processes cannot use CUDA after a query of the device
     settle()

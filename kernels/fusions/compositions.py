@@ -1,4 +1,4 @@
-"""Sequences of operations that a decode step runs as one kernel where the backend can. `op`: the bound operations."""
+"""Sequences of operations that a decode step runs as one kernel if the backend has it. `op`: the bound operations."""
 
 from functools import partial
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 from dsv4.kernels.cache_rows import PackedRows
 
-# of the simulation as of the rows: one loses nothing in the other
+# block of the simulation and of the packed rows: with equal blocks packing loses nothing
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK as INDEX_KEY_BLOCK
 from dsv4.kernels.cache_rows.formats import KV_BLOCK
 from dsv4.kernels.quantize.weights import PackedWeight
@@ -59,8 +59,8 @@ def index_queries(op, q: torch.Tensor, cis: torch.Tensor, simulate: bool) -> tor
 def store_rows(
     op, raw: torch.Tensor, ape: torch.Tensor, phase: torch.Tensor, ring: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Compressor rows into their ring: raw fp32 [N, 2·w] (kv ‖ gate), gate + ape[phase], to ring fp32 [R, 2·w] at
-    slots.
+    """Write compressor rows into their ring: raw fp32 [N, 2·w] (kv ‖ gate), with gate + ape[phase], to ring fp32 [R,
+    2·w] at slots.
 
     ape fp32 [ratio, w]; phase, slots int64 [N]. Overwrites raw.
     """
@@ -84,8 +84,8 @@ def pool_entries(
     pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each); slots int64 [M, S]: rows of each window, −1 absent;
     with c = 2 the first S/2 slots give their pieces 0, the others their pieces 1. Pooled in fp32, cast to `dtype`,
     normalised by weight [D], rotated by cis complex64 [M, d/2]. simulate: None, "kv" (FP8 but for the rotated dims) or
-    "key" (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 has no part, whatever the pool holds; a window
-    of none is 0.
+    "key" (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 contributes nothing, whatever the pool holds; a
+    window without slots is 0.
     """
     M, S = slots.shape
     D = pool.shape[1] // (2 * overlap)
@@ -123,7 +123,8 @@ def mhc_pre_norm(op, streams, fn, scale, base, iters: int, eps: float, norm_eps:
 def mhc_post_pre_norm(
     op, out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
 ):
-    """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb)."""
+    """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
+    comb)."""
     streams = op.mhc_post(out, streams, post, comb)
     return streams, *mhc_pre_norm(op, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
@@ -150,8 +151,8 @@ def moe(
 
 
 class Latents(NamedTuple):
-    """Each token's key and value on its way into the window: kv [N, D] and the rest as in `latent`, to rows `slots`
-    int64 [N] of `pool` (a tensor [R, D], or flat PackedRows)."""
+    """Each token's key and value before they enter the window: kv [N, D] and the other arguments of `latent`, and the
+    rows `slots` int64 [N] of `pool` (a tensor [R, D], or flat PackedRows) to write."""
 
     kv: torch.Tensor
     weight: torch.Tensor
@@ -161,8 +162,8 @@ class Latents(NamedTuple):
 
 
 class IndexHeads(NamedTuple):
-    """What the indexer asks with: q [N, H, D] as in `index_queries`; head weights [N, H], to be multiplied by `scale`
-    in fp32."""
+    """The indexer's queries and weights: q [N, H, D] as in `index_queries`; head weights [N, H], to be multiplied by
+    `scale` in fp32."""
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -174,10 +175,9 @@ class Windows(NamedTuple):
     """One compressor's part of a step: rows into their ring, then windows of rows into entries.
 
     raw, ape, phase, ring, slots as in `store_rows`; rows, overlap, weight, cis, simulate as in `pool_entries`. live
-    bool [M]:
-    windows that this step completes; entries of those that it does not stay as they are: on pages they may be
-    another's. Entries go to rows `entry_slots` int64 [M] of `entries` (a tensor [R, D], or flat PackedRows). Where M >
-    0, tokens and windows of a batch row lie side by side.
+    bool [M]: windows that this step completes; entries of incomplete windows are not written, because on pages they may
+    belong to another row. Entries go to rows `entry_slots` int64 [M] of `entries` (a tensor [R, D], or flat
+    PackedRows). If M > 0, tokens and windows of a batch row are adjacent.
     """
 
     raw: torch.Tensor
@@ -207,10 +207,9 @@ def attention_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """Everything between a layer's linear maps and its attention, of a step of `batch` rows of equally many tokens.
 
-    q [N, H, D] as in `query_heads`, which the window, the index queries and the compressors' rows go with; eps: of all
-    norms.
-    Returns queries, index queries and head weights fp32 [N, H] if there is an indexer, and the buffers that were
-    written: of the window, then ring and entries of each compressor. May overwrite q, index.q and raw.
+    q [N, H, D] as in `query_heads`; the window, the index queries and the compressors' rows belong to the same tokens.
+    eps: of all norms. Returns queries, index queries and head weights fp32 [N, H] if there is an indexer, and the
+    buffers that were written: the window, then ring and entries of each compressor. May overwrite q, index.q and raw.
     """
     found = [_part(op, "query_heads")(q, cis, eps)]
     if index is not None:
@@ -225,7 +224,7 @@ def attention_inputs(
 
 
 def _part(op, name: str):
-    """Composition `name` as it was bound; its definition where operations were bound alone."""
+    """Composition `name` as it was bound; its definition if only operations were bound."""
     return getattr(op, name, None) or partial(globals()[name], op)
 
 
@@ -239,7 +238,7 @@ def _put(op, pool: torch.Tensor | PackedRows, slots: torch.Tensor, values: torch
 
 
 class Kept(NamedTuple):
-    """Where the compressors of one ratio keep things: raw rows in rings of `ring` rows a batch row; entries of each
+    """The buffers of the compressors of one ratio: raw rows in rings of `ring` rows a batch row; entries of each
     compressor in pools of entries[i] a batch row. overlap: as in `pool_entries`."""
 
     ratio: int
@@ -256,8 +255,8 @@ def place(
     window: tuple[int, int],
     kept: tuple[Kept, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """What layers derive from positions alone, of a step of `tokens` tokens a row from start int64 [B] on. N =
-    B·tokens.
+    """The values that layers derive from positions alone, for a step of `tokens` tokens a row from start int64 [B] on.
+    N = B·tokens.
 
     window: (tokens W, rows R of the ring a batch row). Returns rows of the ring int64 [N, W] of the last W positions of
     each token, −1 before position 0, and its own [N]; for each frequencies fp32 [d/2] the rotation and the inverse one,
@@ -302,8 +301,8 @@ def embed_streams(op, ids: torch.Tensor, table: torch.Tensor, streams: int, dtyp
 
 
 def chosen_rows(op, entry: torch.Tensor, run: int) -> torch.Tensor:
-    """Entries int64 [B, T, K] (−1 absent) of batch rows whose runs of `run` lie one after another → rows [B·T, K], −1
-    likewise."""
+    """Entries int64 [B, T, K] (−1 absent) of batch rows whose runs of `run` entries are consecutive → rows [B·T, K], −1
+    where absent."""
     base = torch.arange(entry.shape[0], device=entry.device).view(-1, 1, 1) * run
     return torch.where(entry < 0, entry, entry + base).flatten(0, 1)
 
@@ -311,7 +310,7 @@ def chosen_rows(op, entry: torch.Tensor, run: int) -> torch.Tensor:
 def mhc_post_head_norm(
     op, out, streams, post, comb, fn, scale, base, eps: float, norm_eps: float, weight, rms_eps: float
 ):
-    """The last sublayer's output back into the streams, and the head's input, normalised: returns (streams, x [N,
-    d])."""
+    """Merge the last sublayer's output into the streams, and compute the head's normalised input: returns (streams, x
+    [N, d])."""
     streams = op.mhc_post(out, streams, post, comb)
     return streams, op.rms_norm(op.mhc_head(streams, fn, scale, base, eps, norm_eps), weight, rms_eps)

@@ -1,7 +1,7 @@
 """Compressors on a GPU: windows of rows into entries.
 
-A window of few rows becomes an entry in one program. One of many is 0.5 MB, too much for one processor to read in time:
-its channels are pooled by several programs, and a second kernel normalises and rotates.
+One program makes an entry from a window of few rows. A window of many rows is 0.5 MB, too much for one processor to
+read in time: several programs pool its channels, and a second kernel normalises and rotates.
 """
 
 import torch
@@ -17,8 +17,8 @@ from dsv4.kernels.launch import dependent_launch, next_power, require_device
 from dsv4.kernels.quantize.triton_codes import narrow, rounded
 
 FEW = 8  # slots of a window that one program pools
-CHANNELS = 32  # of one program where a window has more
-TILE = 128  # slots that such a program has in flight
+CHANNELS = 32  # channels of one program if a window has more rows
+TILE = 128  # slots that such a program loads at a time
 SIMULATIONS = {None: PLAIN.value, "kv": KV.value, "key": KEY.value}
 
 
@@ -38,9 +38,9 @@ def pool_entries(
     pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each); slots int64 [M, S]: rows of each window, −1 absent;
     with c = 2 the first S/2 slots give their pieces 0, the others their pieces 1. Pooled in fp32, cast to `dtype`,
     normalised by weight [D], rotated by cis complex64 [M, d/2]. simulate: None, "kv" (FP8 but for the rotated dims) or
-    "key" (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 has no part, whatever the pool holds; a window
-    of nothing else gives zeros (NaN by the definition). live bool or integer [M], or None: entries of windows where it
-    is 0 are not computed and hold anything.
+    "key" (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 contributes nothing, whatever the pool holds; a
+    window of such slots only gives zeros (NaN by the definition). live bool or integer [M], or None: entries of windows
+    where it is 0 are not computed and hold anything.
     """
     require_device("pool_entries", pool, slots, weight, cis, live)
     (M, S), D, simulation = slots.shape, pool.shape[1] // (2 * overlap), SIMULATIONS[simulate]
@@ -112,7 +112,7 @@ def pool_entries(
 def _wanted(
     SLOTS, LIVE, window, slots_window, slots_step, live_step, S: tl.constexpr, SKIPS: tl.constexpr, P: tl.constexpr
 ):
-    """(whether an entry is to be written, whether its window has a row at all): in most steps no window is complete."""
+    """(whether an entry must be written, whether its window has a row): in most steps no window is complete."""
     s, live = tl.arange(0, P), True
     if SKIPS:
         live = tl.load(LIVE + window * live_step) != 0
@@ -146,7 +146,7 @@ def _pooled(
         kv = tl.load(POOL + at, mask=present, other=0.0)
         gate = tl.load(POOL + at + OVERLAP * D, mask=present, other=float("-inf"))
         top, total, pooled = pool_slots(top, total, pooled, kv, gate)
-    return pooled / tl.where(top == float("-inf"), 1.0, total)  # pieces that no row gives are 0, not 0/0
+    return pooled / tl.where(top == float("-inf"), 1.0, total)  # pieces without a row are 0, not 0/0
 
 
 @triton.jit
@@ -229,7 +229,7 @@ def _pool(
     B: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """B channels of one window, rounded as the entry is before its norm."""
+    """B channels of one window, rounded as the entry is rounded before its norm."""
     window, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     if PDL:
         gdc_launch_dependents()

@@ -1,5 +1,5 @@
-"""Heads on a GPU: norm, rotation and the cache's simulation of a row in one kernel, rounded where separate operations
-round."""
+"""Heads on a GPU: norm, rotation and the cache's simulation of a row in one kernel, with the roundings of separate
+operations."""
 
 import torch
 import triton
@@ -121,7 +121,7 @@ def finished(
     rounds.
 
     CIS fp32: TURNED numbers (cos, sin interleaved) from offset `at` int64 [R] on; rows that are not `live` read
-    nothing; i int32 [B]: columns; STEPS: log2(D). Weights and rotations are asked for before the rows are needed.
+    nothing; i int32 [B]: columns; STEPS: log2(D). Weights and rotations are loaded before the rows are needed.
     """
     weight, place = 1.0, i[None, :] - (D - TURNED)
     turned = (place >= 0) & (place < TURNED)

@@ -1,5 +1,5 @@
-"""What surrounds the layers of a decode step on a GPU: positions, embedded tokens, rows of entries, and the end of the
-streams."""
+"""The parts of a decode step outside of its layers on a GPU: positions, embedded tokens, rows of entries, and the end
+of the streams."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ COLUMNS = 1024  # of one program
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """For the kernel before, whose results come next; the kernel after this one may start meanwhile and do likewise."""
+    """Wait for the previous kernel, whose results are read next; the next kernel may start meanwhile."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -31,7 +31,7 @@ def place(
     window: tuple[int, int],
     kept: tuple[Kept, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """As the definition, in one launch: a program for each token and for each window of each ratio."""
+    """Computes what the definition does, in one launch: a program for each token and for each window of each ratio."""
     require_device("place", start, *frequencies)
     if start.dtype is not torch.int64 or any(f.dtype is not torch.float32 or f.stride(0) != 1 for f in frequencies):
         raise UnsupportedInput(
@@ -89,7 +89,7 @@ def place(
 
 @triton.jit
 def _turn(F, CIS, INVERSE, row, pos, HALF: tl.constexpr, P: tl.constexpr):
-    """e^{i·pos·f} to row `row` of CIS, its conjugate to INVERSE unless None."""
+    """Write e^{i·pos·f} to row `row` of CIS, and its conjugate to INVERSE unless None."""
     i = tl.arange(0, P)
     # angle = positions.unsqueeze(-1).float() * frequencies
     angle = pos.to(tl.float32) * tl.load(F + i, mask=i < HALF, other=0.0)
@@ -149,7 +149,7 @@ def _place(
 def _new_window(
     F, OUT, POOLS, b, c, start, T, SHAPES: tl.constexpr, AT: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr
 ):
-    """The c-th window of one ratio that row b of the batch may complete. SHAPES: from AT on, as for `_place`."""
+    """The c-th window of one ratio that row b of the batch may complete. SHAPES: from AT on, as in `_place`."""
     RATIO: tl.constexpr = SHAPES[AT]
     S: tl.constexpr = SHAPES[AT + 1]
     window, m, i = start // RATIO + c, b * SHAPES[AT + 3] + c, tl.arange(0, S)
@@ -165,7 +165,7 @@ def _new_window(
 
 
 def embed_streams(ids: torch.Tensor, table: torch.Tensor, streams: int, dtype: torch.dtype) -> torch.Tensor:
-    """As the definition; rows of ids outside the table are NaN."""
+    """Computes what the definition does; rows of ids outside the table are NaN."""
     require_device("embed_streams", ids, table)
     if ids.dtype is not torch.int64 or table.stride(1) != 1:
         raise UnsupportedInput(
@@ -196,7 +196,7 @@ def _embed(
 
 
 def chosen_rows(entry: torch.Tensor, run: int) -> torch.Tensor:
-    """As the definition; a view of the entries where there is one batch row."""
+    """Computes what the definition does; with one batch row the result is a view of the entries."""
     if entry.shape[0] == 1:
         return entry.flatten(0, 1)
     require_device("chosen_rows", entry)
@@ -217,7 +217,7 @@ def _chosen_rows(ENTRY, Y, each, run, B: tl.constexpr, PDL: tl.constexpr):
 
 
 def mhc_post_head_norm(out, streams, post, comb, fn, scale, base, eps: float, norm_eps: float, weight, rms_eps: float):
-    """As the definition, in the two launches of any other connection."""
+    """Computes what the definition does, in the two launches of every hyper-connection."""
     require_device("mhc_post_head_norm", out, streams, post, comb, fn, scale, base, weight)
     out, streams, post, comb, fn, weight = (t.contiguous() for t in (out, streams, post, comb, fn, weight))
     if not len(streams):

@@ -1,7 +1,8 @@
 """`attention_inputs` on a GPU: everything between a layer's linear maps and its attention in one launch.
 
-Programs take different parts: for each row of the batch and compressor one stores the rows and pools the windows that
-they complete; for each token one makes the latent and puts it into the window; the others take a few heads each.
+Programs have different parts. For each row of the batch and each compressor, one program stores the rows and pools the
+windows that they complete. For each token, one program makes the latent and writes it into the window. The others
+process a few heads each.
 """
 
 import torch
@@ -33,8 +34,8 @@ def attention_inputs(
     index: IndexHeads | None,
     windows: tuple[Windows, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """As the definition, in one launch; q, index queries and caches are written in place, and windows not complete left
-    alone."""
+    """Computes what the definition does, in one launch; q, index queries and caches are written in place, and
+    incomplete windows are not written."""
     _check(batch, q, cis, latents, index, windows)
     N, H, D = q.shape
     data, page, form = _pool(latents.pool)
@@ -81,7 +82,7 @@ def _asked(index: IndexHeads | None) -> tuple[tuple, tuple, tuple, int]:
 
 
 def _compressor(batch: int, w: Windows) -> tuple[tuple, tuple]:
-    """(tensors, shape) of one compressor, as `_window` takes them."""
+    """(tensors, shape) of one compressor, in the form of `_window`."""
     D, simulation, (data, stride, form) = w.ring.shape[1] // (2 * w.overlap), SIMULATIONS[w.simulate], _pool(w.entries)
     (M, S), B = w.rows.shape, padded(D, KV.value if form == FORMS[RowFormat.KV_FP8].value else simulation)
     tensors = (
@@ -157,8 +158,8 @@ def _inputs(
     PDL: tl.constexpr,
 ):
     """Q [N, H, D], in place. NEAR: KV, weight, pool and slots; INDEX: queries, weights and scaled weights; WINDOWS of
-    each compressor: as its Windows. HEADS: D, H, padded D, heads of a program; ASKED: the same of the index queries,
-    and their simulation; SHAPES: see `_window`. Programs: a row of the batch for each compressor, tokens, heads, index
+    each compressor: its Windows. HEADS: D, H, padded D, heads of a program; ASKED: these of the index queries, and
+    their simulation; SHAPES: see `_window`. Programs: a row of the batch for each compressor, tokens, heads, index
     heads."""
     pid = tl.program_id(0)
     wait(PDL)

@@ -1,4 +1,4 @@
-"""A row in registers into a cache, in any of its formats."""
+"""Writes a row from registers into a cache, in any of its formats."""
 
 import triton
 import triton.language as tl

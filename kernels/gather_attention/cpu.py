@@ -1,8 +1,8 @@
-"""Attention over kept blocks on a host processor: whole blocks are copied, a query at a time, so that what is copied
-stays in its caches.
+"""Attention over kept blocks on a host processor: whole blocks are copied, one query at a time, so that the copies stay
+in the processor's caches.
 
-The reference gathers token by token, of all queries at once: for 16 queries of 4K kept tokens that is memory traffic
-and little else.
+The reference gathers token by token, for all queries at once: for 16 queries of 4K kept tokens that is mostly memory
+traffic.
 """
 
 import torch

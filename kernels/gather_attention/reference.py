@@ -6,7 +6,7 @@ from dsv4.kernels.grouped_attention.termination import Termination, traverse
 
 
 def positions_of(blocks: torch.Tensor, block: int) -> torch.Tensor:
-    """Token positions of blocks int [..., n]: int64 [..., n·block], −1 where nothing is."""
+    """Token positions of blocks int [..., n]: int64 [..., n·block], −1 where there is no block."""
     place = blocks.long().unsqueeze(-1) * block + torch.arange(block, device=blocks.device)
     return torch.where(blocks.unsqueeze(-1) >= 0, place, -1).flatten(-2)
 
@@ -25,12 +25,11 @@ def gather_attention(
     """o = softmax(scale · q·K)·V over those keys of the kept blocks that a query sees by its position.
 
     q [B, T, H, D]; keys, values [B, KV, S, D]; blocks int32 [B, T, KV, n]: numbers of blocks of `block` tokens, each at
-    most once, −1 anywhere = nothing there; start int64 [B], window and scale as in `grouped_attention`. A query that
-    sees no key gives 0. Returns [B, T, H, D] in q.dtype; fp32 softmax. With `termination` returns (out, tiles read
-    int32 [B, T, KV]): tiles of `termination.tile` tokens in the order of the list. `out` is one softmax over those that
-    were read: where none is left out it has the bits of the same list without a rule. Sums run in the order of the
-    list, which a staged cache relies on, whose blocks have other numbers; so lists in another order may differ by
-    rounding.
+    most once, −1 anywhere = no block; start int64 [B], window and scale as in `grouped_attention`. A query that sees no
+    key gives 0. Returns [B, T, H, D] in q.dtype; fp32 softmax. With `termination` returns (out, tiles read int32 [B, T,
+    KV]): tiles of `termination.tile` tokens in the order of the list. `out` is one softmax over the tiles that were
+    read: if none is left out, it has the bits of this list without a rule. Sums run in the order of the list. A staged
+    cache, whose blocks have other numbers, relies on that. Lists in another order may differ by rounding.
     """
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T, device=q.device)
@@ -54,11 +53,11 @@ def gather_attention(
 def tiles_read(
     q, keys, values, place: torch.Tensor, position: torch.Tensor, window: int | None, scale: float, rule: Termination
 ) -> torch.Tensor:
-    """bool [B, T, KV, tiles] of place int64 [B, T, KV, tokens], which is cut into tiles in its order."""
+    """bool [B, T, KV, tiles] for place int64 [B, T, KV, tokens], which is cut into tiles in its order."""
     padded = torch.nn.functional.pad(place, (0, -place.shape[-1] % rule.tile), value=-1)
     return traverse(q, keys, values, padded.unflatten(-1, (-1, rule.tile)), position, window, scale, rule)
 
 
 def tokens_of(read: torch.Tensor, place: torch.Tensor, tile: int) -> torch.Tensor:
-    """bool as `place`: whether a token's tile was read."""
+    """bool in the shape of `place`: whether a token's tile was read."""
     return read.repeat_interleave(tile, -1)[..., : place.shape[-1]]

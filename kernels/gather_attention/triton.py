@@ -18,9 +18,9 @@ def gather_attention(
     block: int,
     termination: Termination | None = None,
 ):
-    """As the reference, for contiguous keys and values of bf16 or fp32, head_dim ≤ 256, up to 64 query heads a KV head,
-    and blocks that divide tiles of 128 tokens (those of `termination`) or are multiples of them; raises
-    UnsupportedInput beyond. Up to 16 tokens a row change no other token's bits."""
+    """Computes what the reference does, for contiguous keys and values of bf16 or fp32, head_dim ≤ 256, up to 64 query
+    heads a KV head, and blocks that divide tiles of 128 tokens (those of `termination`) or are multiples of them;
+    raises UnsupportedInput beyond. With up to 16 tokens a row, their number changes no token's bits."""
     return attend_queries("gather_attention", q, keys, values, blocks, start, window, scale, block, termination)
 
 

@@ -21,10 +21,11 @@ grouped_attention = Operation(
 
 
 def traversals(backend: str, counted: torch.Tensor, tokens: int, D: int, dtype: torch.dtype, rule: Termination) -> int:
-    """To how many traversals a step under `rule` deals the tiles of a query that has up to `tokens` tokens.
+    """The number of traversals into which a step under `rule` divides the tiles of a query that has up to `tokens`
+    tokens.
 
-    counted: the tiles read [B, T, KV] of that step, of whose values nothing is needed; D: width of a head; dtype: of
-    its numbers.
+    counted: the tiles read [B, T, KV] of that step, only for shape and device; D: width of a head; dtype: of its
+    numbers.
     """
     B, T, KV = counted.shape
     if backend != "triton":

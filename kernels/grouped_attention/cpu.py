@@ -1,8 +1,9 @@
 """Grouped-query attention of prompts on a host processor, by torch's fused attention.
 
-The reference holds a piece's logits against the whole cache, in fp32. Torch's kernel keeps them in its caches, and
-multiplies in the inputs' own type: a prompt of 8K tokens runs several times as fast, in bf16 most of all. Few queries,
-and all that terminates, take the reference: so decoding has its bits, whatever policy is compared with it.
+The reference holds a piece's logits against the whole cache, in fp32. Torch's kernel keeps them in the processor's
+caches, and multiplies in the inputs' own type: a prompt of 8K tokens runs several times as fast, especially in bf16.
+Few queries, and attention with termination, use the reference, so decoding has the reference's bits, whatever policy is
+compared with it.
 """
 
 import torch
@@ -12,7 +13,7 @@ from dsv4.kernels.grouped_attention import reference
 from dsv4.kernels.grouped_attention.termination import Termination
 
 FEW = 16  # tokens of a row that count as decoding
-PIECE = 1024  # queries that one mask is made for
+PIECE = 1024  # queries of one mask
 
 
 def grouped_attention(
@@ -34,7 +35,7 @@ def grouped_attention(
             low, end = 0 if window is None else max(0, first + t - window + 1), first + t + mine.shape[2]
             place, since = torch.arange(low, end), position.unsqueeze(-1)
             seen = place <= since if window is None else (place <= since) & (place > since - window)
-            # what is unwritten may be NaN
+            # unwritten slots may be NaN
             k, v = (x[b : b + 1, :, low:end] for x in (keys, values))
             found = F.scaled_dot_product_attention(mine, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
             out[b, t : t + PIECE] = found[0].transpose(0, 1)

@@ -5,7 +5,7 @@ from einops import rearrange
 
 from dsv4.kernels.grouped_attention.termination import Termination, newest_first, traverse
 
-SCRATCH_BYTES = 256 << 20  # of logits: queries are taken a few at a time
+SCRATCH_BYTES = 256 << 20  # bytes of logits: queries are processed a few at a time
 
 
 def grouped_attention(
@@ -17,14 +17,14 @@ def grouped_attention(
     scale: float,
     termination: Termination | None = None,
 ):
-    """o = softmax(scale · q·K)·V over keys 0 … p of a query at position p, of these only the last `window` if that is
+    """o = softmax(scale · q·K)·V over keys 0 … p of a query at position p, or over the last `window` of them if that is
     given.
 
-    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b stands at p = start[b] + t, and its
-    own key is in the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32 softmax.
-    With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then the
-    newest first.
-    `out` is one softmax over the tiles that were read: without any left out, to the bit that without a rule.
+    q [B, T, H, D]; keys, values [B, KV, S, D]; start int64 [B]: query t of row b is at position p = start[b] + t, and
+    its own key is in the cache. Query head h reads KV head h // (H // KV). Returns [B, T, H, D] in q.dtype; fp32
+    softmax. With `termination` returns (out, tiles read int32 [B, T, KV]) instead: the first tile of the sequence, then
+    the newest first. `out` is one softmax over the tiles that were read: if none is left out, it equals the output
+    without a rule bit for bit.
     """
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T, device=q.device)
@@ -45,7 +45,7 @@ def _marked(tiles: torch.Tensor, read: torch.Tensor, S: int) -> torch.Tensor:
 
 
 def _attend(q, keys, values, position, first, scale, read=None) -> torch.Tensor:
-    """One softmax over positions `first` … `position` [B, T], of these only such as are in `read`."""
+    """One softmax over positions `first` … `position` [B, T], or over those of them that are in `read`."""
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     out, place = torch.empty_like(q), torch.arange(S, device=q.device)
     written = (place <= position[:, -1:]).view(B, 1, S, 1)

@@ -1,15 +1,15 @@
 """Run-time termination of attention (ART): when to stop reading keys.
 
-A query's keys come in tiles, the most important first. After tile t a probe looks at x⁽ᵗ⁾, some scattered channels of
-the output that the tiles so far give, normalised by their own sum. A tile is stable when ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ and 1 −
-cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ. A query head stops after p stable tiles in a row, for good.
+A query's keys come in tiles, the most important first. After tile t the rule looks at the probe x⁽ᵗ⁾: some scattered
+channels of the output from the tiles so far, normalised by their own sum. A tile is stable when ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ
+and 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ. A query head stops after p stable tiles in a row, and does not start again.
 
-The heads of a group share their tiles, so a tile is read until every head of the group has stopped, and a head that has
-stopped keeps adding what is read anyway: the bytes are paid for, and more keys only bring it nearer to attention over
-all of them. Each head's own decision is the one that it would take alone.
+The heads of a group share their tiles, so tiles are read until every head of the group has stopped. A head that has
+stopped still adds the tiles that are read: their bytes are already paid, and more keys only bring it nearer to full
+attention. Each head decides as it would alone.
 
-Tiles in which a query sees nothing (padding of a keep-set, keys outside the window) are no tiles: they are neither
-read, counted nor probed, or else an unchanged output would pass for a stable one.
+Tiles in which a query sees nothing (padding of a keep-set, keys outside the window) are neither read, counted nor
+probed. Otherwise an unchanged output would count as stable.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,15 @@ PROBED, STEP, OFFSET = 32, 37, 5  # channels of a probe, and where they are
 
 @dataclass(frozen=True)
 class Termination:
-    """τ, φ and p, and what an ablation leaves out.
+    """τ, φ and p, and the parts that an ablation leaves out.
 
     scale, direction, persistence: False leaves out the test of ‖Δx‖, of the cosine, or the wait for p stable tiles
-    (then p = 1).
-    tile: tokens of a tile, a multiple of 64. splits: a query's tiles are dealt out to so many traversals like cards,
-    each of which terminates by itself on the output over its own tiles, and their outputs are merged by their sums; 1
-    is the definition. None leaves the number to the implementation: 1 in the reference; on a GPU as many as without a
-    rule (`dealt`).
-    least: tiles that a traversal should have, so that it can stop; where the implementation's own number of traversals
-    would leave each fewer, there are fewer. None: its own number. Tiles are counted over what a row may hold, since a
-    captured step knows no length. Not together with splits.
+    (then p = 1). tile: tokens of a tile, a multiple of 64. splits: a query's tiles are divided round-robin among so
+    many traversals. Each terminates by itself on the output over its own tiles, and their outputs are merged by their
+    sums; 1 is the definition. None: the implementation chooses, 1 in the reference, on a GPU as many as without a rule
+    (`dealt`). least: tiles that a traversal should have, so that it can stop; if the implementation's number of
+    traversals would give each fewer, there are fewer traversals. None: the implementation's number. Tiles are counted
+    over the row's capacity, because a captured step knows no length. It cannot be combined with splits.
     """
 
     tau: float = 1e-5
@@ -72,17 +70,17 @@ class Termination:
 
     @property
     def useful(self) -> int:
-        """Tiles from which on a traversal may leave some out: its first, `wait` stable ones, and one that is not
-        read."""
+        """The number of tiles from which on a traversal may leave some out: its first, `wait` stable ones, and one that
+        is not read."""
         return self.wait + 2
 
     def dealt(self, own: int, tiles: int) -> int:
-        """Traversals of a query that has up to `tiles` tiles, where the implementation would make `own` without a rule.
+        """Traversals of a query that has up to `tiles` tiles, if the implementation would make `own` without a rule.
 
-        Its own number by default, for two reasons. A rule that never ends then has the bits of no rule, and nearly its
-        time. And a device deals so many because it has processors for them: what they read at once should take no
-        longer than a traversal of few tiles, so that fewer, which can stop, cost time wherever the device would else
-        have been filled (reasoned, not measured).
+        The default is `own`, for two reasons. With a rule that never stops, the output then has the bits of attention
+        without a rule, in nearly the same time. And a device has processors for `own` traversals: their parallel reads
+        should take no longer than one traversal of few tiles. So fewer traversals, which can stop, cost time wherever
+        `own` would fill the device (reasoned, not measured).
         """
         if self.splits is not None:
             return self.splits
@@ -90,7 +88,7 @@ class Termination:
 
     def stable(self, x: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Whether the probe x [..., channels] fp32 is stable after `before`: bool [...]. Zeros have no direction, so
-        are not."""
+        they are not stable."""
         near = (x - before).square().sum(-1) < self.tau**2
         along = (x * before).sum(-1) > (1 - self.phi) * (x.square().sum(-1) * before.square().sum(-1)).sqrt()
         return (near | (not self.scale)) & (along | (not self.direction))
@@ -114,12 +112,12 @@ def traverse(
     scale: float,
     rule: Termination,
 ) -> torch.Tensor:
-    """Which tiles of tokens are read, in their order, with termination: bool [B, T, KV, n]; not those in which nothing
-    is seen.
+    """Which tiles of tokens are read, in their order, with termination: bool [B, T, KV, n]; tiles in which nothing is
+    seen are not.
 
     q [B, T, H, D]; keys, values [B, KV, S, D]; tiles int64 [B, T, KV, n, tile]: positions, −1 = nothing there; position
-    int64 [B, T]: of each query. The output is attention over what was read, as one softmax, so that a rule that never
-    ends has its bits.
+    int64 [B, T]: of each query. The output is attention over the read tiles as one softmax, so with a rule that never
+    stops it has the bits of attention without a rule.
     """
     read = torch.zeros(tiles.shape[:4], dtype=torch.bool, device=q.device)
     splits = rule.dealt(1, tiles.shape[3])
@@ -163,8 +161,7 @@ def _traversal(q, keys, values, tiles, position, window, scale, rule):
 
 
 def newest_first(position: torch.Tensor, first: torch.Tensor, n: int, tile: int) -> torch.Tensor:
-    """Tiles of a dense traversal: the first tile of the sequence, where it is seen at all, then the newest to the
-    oldest.
+    """Tiles of a dense traversal: the first tile of the sequence, if it is seen at all, then the newest to the oldest.
 
     position int64 [B, T]; first int64 [B, T]: the first position seen. Returns positions int64 [B, T, 1, n, tile], −1
     beyond.

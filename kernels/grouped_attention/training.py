@@ -9,7 +9,7 @@ from dsv4.kernels.errors import UnsupportedInput
 def grouped_attention(
     q: torch.Tensor, keys, values, start: torch.Tensor, window: int | None, scale: float
 ) -> torch.Tensor:
-    """As the reference, for sequences that begin at position 0. q [B, T, H, D]; keys, values:
+    """Computes what the reference does, for sequences that begin at position 0. q [B, T, H, D]; keys, values:
     `dsv4.kernels.rotary_rows.training.Whole`."""
     if window is not None:
         raise UnsupportedInput(f"training attends to whole sequences; this layer has a window of {window}")

@@ -1,5 +1,5 @@
-"""Grouped-query attention on the GPU: a few queries a row by splits of the keys (decode), many by tiles of queries
-(prefill)."""
+"""Grouped-query attention on the GPU: a few queries a row use splits of the keys (decode), many queries use tiles of
+queries (prefill)."""
 
 import torch
 
@@ -21,10 +21,11 @@ def grouped_attention(
     scale: float,
     termination: Termination | None = None,
 ):
-    """As the reference, for contiguous keys and values of bf16 or fp32, head_dim ≤ 256, up to 64 query heads a KV head.
+    """Computes what the reference does, for contiguous keys and values of bf16 or fp32, head_dim ≤ 256, up to 64 query
+    heads a KV head.
 
-    Up to 16 tokens a row are decoded: their number changes no token's bits, and termination is available; beyond that
-    UnsupportedInput is raised with it, as for other inputs.
+    Up to 16 tokens a row are decoded: their number changes no token's bits, and termination is available. More tokens
+    with termination, and other inputs, raise UnsupportedInput.
     """
     T = q.shape[1]
     if T <= FEW:

@@ -18,10 +18,10 @@ from dsv4.kernels.launch import (
     require_device,
 )
 
-FEW = 16  # tokens of a row that are planned as one, so that each has the bits of a step of its own
-UNIT = 128  # tokens that are dealt to a split at a time
+FEW = 16  # tokens of a row that are planned as one, so that each has the bits of its own step
+UNIT = 128  # tokens in the unit that is divided among splits
 MAX_WIDTH, MAX_GROUP = 256, 64
-# units whose keys are on their way together where a traversal may end: what it fetches too much, at most
+# units whose keys are loaded together if a traversal may stop: at most so much is loaded in vain
 CHUNK = 8
 MERGED = 2048  # numbers that a program of one warp merges at a time
 
@@ -51,7 +51,7 @@ def tile_shape(width: int, fp32: bool, capability: tuple[int, int]) -> Tile:
 def plan(
     rows: int, units: int, width: int, fp32: bool, capability: tuple[int, int], processors: int
 ) -> tuple[Tile, int]:
-    """The tile, and the number of splits of rows (queries × KV heads) that have up to `units` units of tokens."""
+    """The tile, and the number of splits, for rows (queries × KV heads) that have up to `units` units of tokens."""
     tile = tile_shape(width, fp32, capability)
     return tile, max(1, min(units, tile.programs * processors // max(1, rows)))
 
@@ -67,8 +67,8 @@ def traversals(
     window: int | None,
     rule: Termination | None,
 ) -> tuple[Tile, int, int]:
-    """The tile, the number of splits that each query's tokens (up to `tokens`, of which `window` are seen) are dealt
-    to, and the units that one of them has at most. Up to FEW tokens a row count as one."""
+    """The tile, the number of splits among which each query's tokens (up to `tokens`, of which `window` are seen) are
+    divided, and the most units of one split. Up to FEW tokens a row count as one."""
     unit = rule.tile if rule else UNIT
     units = -(-(tokens if window is None else min(tokens, window + 2 * unit)) // unit)
     tile, own = plan(
@@ -81,7 +81,7 @@ def traversals(
 def attend_queries(
     name: str, q, keys, values, blocks, start, window: int | None, scale: float, block: int, rule: Termination | None
 ):
-    """`gather_attention`, or `grouped_attention` where blocks is None. Returns out [B, T, H, D], or with a rule (out,
+    """`gather_attention`, or `grouped_attention` if blocks is None. Returns out [B, T, H, D], or with a rule (out,
     tiles)."""
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     check(name, q, keys, values, start, blocks, window)
@@ -100,7 +100,7 @@ def attend_queries(
         tile, splits, most = traversals(
             B, T, KV, n * block if listed else S, D, fp32, q.device, None if listed else window, rule
         )
-        paged = listed and block < tile.keys  # positions are one more load ahead of keys and values
+        paged = listed and block < tile.keys  # positions are loaded one tile further ahead than keys and values
         partial, lse, read, dependent = out, out, tiles, dependent_launch(q.device)
         if splits > 1:
             partial = torch.empty(N, splits, H, D, dtype=torch.float32, device=q.device)
@@ -148,7 +148,7 @@ def attend_queries(
         )
         if splits > 1:
             _merge(partial, lse, read, out, tiles, KV, dependent)
-    else:  # nothing is kept
+    else:  # no block is kept
         out.zero_()
         tiles = tiles.zero_() if rule else None
     return out if rule is None else (out, tiles)
@@ -164,9 +164,9 @@ def _probed(D: int) -> tuple[int, int, int]:
 
 
 def _merge(partial, lse, read, out, tiles, KV: int, dependent: bool) -> None:
-    """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D]; read [N, KV, splits] → tiles. A warp a program:
-    several would exchange sums through shared memory, which a multiprocessor gives to few programs after kernels that
-    take much of it."""
+    """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D]; read [N, KV, splits] → tiles. A program is one
+    warp: several warps would exchange sums through shared memory, and after kernels that use much of it a
+    multiprocessor gives it to few programs."""
     N, splits, H, D = partial.shape
     together = min(64, next_power(splits))
     columns = min(max(16, next_power(D)), max(32, MERGED // together))

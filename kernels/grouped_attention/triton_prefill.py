@@ -1,8 +1,8 @@
 """Device code of grouped-query attention of many queries: tiles of queries of one head against tiles of keys, causal
 from `start`.
 
-Tiles of keys that all queries of a tile see go without a mask; only those on the diagonal, and at the far edge of a
-window, have one.
+Tiles of keys that all queries of a tile see need no mask; only those on the diagonal, and at the far edge of a window,
+have one.
 """
 
 import triton
@@ -15,7 +15,7 @@ from dsv4.kernels.quantize.triton_codes import narrow, widen
 def _rows(
     POOL, first, limit, d, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr, FP32: tl.constexpr
 ):
-    """Rows first … first + BN − 1 of one head [BN, DP]; MASKED: zeros behind `limit`, which is not read."""
+    """Rows first … first + BN − 1 of one head [BN, DP]; MASKED: zeros after `limit`, where nothing is read."""
     i = tl.arange(0, BN)
     at = POOL + (tl.full((), 0, tl.int64) + first) * D + i[:, None] * D + d[None, :]
     if MASKED:

@@ -1,9 +1,9 @@
-"""Device code of grouped-query attention of single queries: one pass over dealt-out tiles of keys, and the merge of
+"""Device code of grouped-query attention of single queries: one pass over a split's tiles of keys, and the merge of
 such passes.
 
 A program takes one token of a row, one KV head with all query heads of its group, and every `splits`-th of the token's
 units. A unit is UNIT tokens: of the sequence, the first unit first and then the newest to the oldest, or of a list of
-blocks in its order. Dealing units out like cards gives each split keys of all ages, and equal work at every length.
+blocks in its order. Dividing units round-robin gives each split old and new keys, and equal work at every length.
 Logits are kept in powers of two (scale comes multiplied by log2 e).
 """
 
@@ -26,7 +26,7 @@ def unit_base(i, first, last, UNIT: tl.constexpr):
 
 @triton.jit
 def listed_base(BLOCKS, at, n, BLOCK: tl.constexpr):
-    """Position that token `at` of a list of n blocks has; negative, by at least one block, where nothing is."""
+    """Position of token `at` of a list of n blocks; negative, by at least one block, where there is no block."""
     slot = at // BLOCK
     number = tl.load(BLOCKS + slot, mask=slot < n, other=-1)
     return tl.where(number < 0, -BLOCK, number * BLOCK + at % BLOCK)
@@ -83,7 +83,7 @@ def load_tile(
     BN: tl.constexpr,
     FP32: tl.constexpr,
 ):
-    """Keys or values [BN, DP] at a tile's positions; zeros where they are not seen, which is not read."""
+    """Keys or values [BN, DP] at a tile's positions; unseen positions are not read and give zeros."""
     if LISTED and BLOCK < BN:
         at = base[:, None].to(tl.int64) * D + d[None, :]
     else:
@@ -107,8 +107,8 @@ def add_tile(q, k, v, seen, m, l, acc, scale):
 
 @triton.jit
 def probe(l, acc, probed, before, norm, tau, cosine, SCALE: tl.constexpr, DIRECTION: tl.constexpr):
-    """(stable int1 [BH], x [BH, DP], x·x [BH]) of the output so far; `before` and `norm` are those of the tile
-    before."""
+    """(stable int1 [BH], x [BH, DP], x·x [BH]) of the output so far; `before` and `norm` are those of the previous
+    tile."""
     total = tl.sum(l, 1)
     x = tl.where(probed[None, :], acc / tl.where(total == 0, 1.0, total)[:, None], 0.0)
     square = tl.sum(x * x, 1)
@@ -169,10 +169,10 @@ def attend(
 
     Q [B, T, H, D]; KEYS, VALUES [B, KV, S, D]; BLOCKS int32 [B, T, KV, n] if LISTED; START int64 [B]. OUT [B·T, splits,
     H, D] in fp32 with LSE fp32 [B·T, H, splits] (base 2, −inf of an empty split) if SPLIT, else OUT [B·T, H, D]. ART:
-    READ int32 [B·T·KV, splits] gets the units that were added. ENDS: terminates (some split may have units enough to
-    leave one out); channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED, and only while ending could still leave a
-    unit out. Keys are then fetched CHUNK units at a time:
-    those behind the end, in the same stretch, are fetched and not added.
+    READ int32 [B·T·KV, splits] gets the units that were added. ENDS: terminates (some split may have enough units to
+    leave one out). Channel d is probed if ((d − OFFSET)·STEP) mod D < PROBED, and only while stopping could still leave
+    a unit out. Keys are then loaded CHUNK units at a time; units after the stop in the same chunk are loaded and not
+    added.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -198,16 +198,16 @@ def attend(
     m = tl.full((BH,), float("-inf"), tl.float32)
     l, acc = tl.zeros((BH, BN), tl.float32), tl.zeros((BH, DP), tl.float32)
     SUB: tl.constexpr = UNIT // BN
-    # units of which something was seen; of this unit: 1 if it was
+    # units of which something was seen; of this unit: 1 if something was seen
     read, met = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if ENDS:
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
         before, norm, streak = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32), tl.zeros((BH,), tl.int32)
         stopped, running = h >= G, mine > 0
-        need = patience + tl.full((), 0, tl.int32)  # stable units until all heads have stopped, at the least
-        # Triton (3.7) fails on this as a while; what is skipped costs a branch
+        need = patience + tl.full((), 0, tl.int32)  # the least number of stable units until all heads have stopped
+        # Triton (3.7) fails on this as a while loop; a skipped iteration costs a branch
         for c in tl.range(0, tl.cdiv(mine, CHUNK), num_stages=1):
-            # a stretch whose tiles are on their way before it is known whether they are wanted: all of it is read
+            # a chunk whose tiles are loaded before it is known whether they are needed: all of it is read
             if running:
                 for j in tl.range(c * (CHUNK * SUB), tl.minimum((c + 1) * CHUNK, mine) * SUB, num_stages=STAGES):
                     base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
@@ -219,7 +219,7 @@ def attend(
                     m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
                     met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
                     if j % SUB == SUB - 1:  # the end of a unit
-                        # of which something is seen, and ending may leave some out
+                        # something of the unit is seen, and stopping may leave some out
                         if (met > 0) & (j // SUB + need < mine):
                             stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
                             streak = tl.where(stable & (read > 0), streak + 1, 0)
@@ -230,7 +230,7 @@ def attend(
                         read += met
                         met = tl.full((), 0, tl.int32)
     else:
-        # a number of a block carried from tile to tile would undo the pipeline
+        # a block number carried from tile to tile would break the pipeline
         for j in tl.range(0, mine * SUB, num_stages=STAGES):
             base = base_of(j, split, splits, first, last, BLOCKS, n, LISTED, BLOCK, BN, UNIT)
             place = positions(base, LISTED, BLOCK, BN)
@@ -270,7 +270,7 @@ def merge(
     DEPENDENT: tl.constexpr,
 ):
     """PARTIAL fp32 [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] → OUT [N, H, D]; the units that
-    all splits read → TILES int32 [N, KV]. BS splits at a time, in order; an empty split counts nothing."""
+    all splits read → TILES int32 [N, KV]. BS splits at a time, in order; an empty split counts as 0."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -282,7 +282,7 @@ def merge(
     count = tl.zeros((BS,), tl.int32)
     for s0 in range(0, splits, BS):
         lse = tl.load(lses + s0 + s, mask=s0 + s < splits, other=float("-inf"))
-        if ART:  # on its way with what is waited for anyway
+        if ART:  # loaded together with values that are waited for anyway
             count += tl.load(READ + (nh // G).to(tl.int64) * splits + s0 + s, mask=s0 + s < splits, other=0)
         live = (lse != float("-inf"))[:, None] & (d < D)[None, :]  # NaN is live
         part = tl.load(parts + ((s0 + s) * (H * D))[:, None] + d[None, :], mask=live, other=0.0)

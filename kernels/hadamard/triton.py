@@ -12,7 +12,7 @@ from dsv4.kernels.quantize.triton_codes import hadamard_rows, narrow, widen
 from dsv4.kernels.rms_norm.triton import rows_of
 
 WIDEST = 16384
-TILE = 512  # elements of a program of one warp, which exchanges them without shared memory's barriers
+TILE = 512  # elements of a program of one warp, which exchanges them without barriers of shared memory
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:

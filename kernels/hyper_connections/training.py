@@ -1,8 +1,8 @@
 """mHC over many tokens, differentiable.
 
-Plain autograd would hold the streams many times over and launch thousands of kernels of 16 numbers a token. Three
-things are fused instead: Sinkhorn's iteration (its denominators are kept, and the way back multiplies them in
-again), the collapse of the streams, and their mixing. On a host processor autograd runs through the reference.
+Plain autograd would hold the streams many times over and launch thousands of kernels of 16 numbers a token. Three steps
+are fused instead: Sinkhorn's iteration (its denominators are kept, and the backward pass multiplies by them), the
+collapse of the streams, and their mixing. On a host processor autograd runs through the reference.
 """
 
 import torch
@@ -13,7 +13,7 @@ from dsv4.kernels.hyper_connections import reference
 
 
 def statistics(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
-    """As `reference.stream_statistics`, with operands in the streams' dtype. → fp32 [N, M]."""
+    """Computes `reference.stream_statistics`, with operands in the streams' dtype. → fp32 [N, M]."""
     if not streams.is_cuda:
         return reference.stream_statistics(streams, fn, norm_eps)
     return _Statistics.apply(streams.flatten(1), fn.to(streams.dtype), norm_eps)

@@ -53,7 +53,8 @@ def mhc_pre_norm(streams, fn, scale, base, iters: int, eps: float, norm_eps: flo
 def mhc_post_pre_norm(
     out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
 ):
-    """A sublayer's output back into the streams, and the next sublayer's input: returns (streams, x, post, comb)."""
+    """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
+    comb)."""
     return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 

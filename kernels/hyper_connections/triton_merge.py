@@ -1,7 +1,7 @@
 """Second mHC kernel on a GPU: products added up, streams collapsed and normalised, the matrix made doubly stochastic.
 
-Collapsing needs n numbers of a token, Sinkhorn's iteration the others. The two do not wait for each other: some
-programs do the one, the others the other.
+Collapsing needs n numbers of a token, Sinkhorn's iteration the others. So some programs collapse and others iterate,
+and neither kind waits for the other.
 """
 
 import torch
@@ -14,9 +14,9 @@ from dsv4.kernels.launch import dependent_launch, next_power, processors
 from dsv4.kernels.quantize.triton_codes import INTERPRETED, narrow, rounded, widen
 
 MOST = 32  # tokens of one program of Sinkhorn's, at most
-ADDED = 4096  # numbers of parts that such a program has in flight
+ADDED = 4096  # numbers of parts that such a program loads at a time
 HELD = 128  # numbers of the streams that a thread holds while the products are added up
-WARPS = 4  # of Sinkhorn's programs, whose threads all do the same: more would queue for the reciprocals
+WARPS = 4  # programs of Sinkhorn's iteration, whose threads all do the same: more would queue for the reciprocal units
 
 
 def merge(
@@ -80,8 +80,8 @@ def merge(
 
 @triton.jit
 def reciprocal(x):
-    """1/x to an ulp or so; x > 0. Sinkhorn's steps correct one another's rounding, and each waits for the one before
-    it."""
+    """1/x to about an ulp; x > 0. Sinkhorn's steps correct each other's rounding, and each waits for the one before it,
+    so speed matters."""
     if INTERPRETED:
         y = 1.0 / x
     else:
@@ -119,15 +119,15 @@ def _merge(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Weights are loaded before the wait for the first kernel (PDL), everything else after it. MIXED, COLLAPSED: splits
-    that a program of either kind loads at a time."""
+    """Weights are loaded before the wait for the first kernel (programmatic dependent launch), everything else after
+    it. MIXED, COLLAPSED: splits that a program of either kind loads at a time."""
     program = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
     if program < blocks:
         if MIXES:
             _mix(PART, SCALE, BASE, POST, COMB, program, N, splits, iters, eps, norm_eps, d, n, M, MP, MIXED, T, PDL)
-    else:  # the last tokens first: what the first kernel wrote last may still be in the L2
+    else:  # the last tokens first: the last results of the first kernel may still be in the L2
         _collapse(
             H,
             PART,
@@ -218,8 +218,7 @@ def _totals(PART, t, N, splits, MP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def _number(total, i: tl.constexpr):
-    """Column i of a tile [T, W]: fp32 [T], of which every thread has what it needs without another's help from here
-    on."""
+    """Column i of a tile [T, W]: fp32 [T]. From here on every thread has its own copy of what it needs."""
     return tl.sum(tl.where(tl.arange(0, total.shape[1])[None, :] == i, total, 0.0), 1)
 
 
@@ -286,11 +285,11 @@ def _softmax(logits, eps, n: tl.constexpr):
 
 @triton.jit
 def _sinkhorn(K, iters, eps, n: tl.constexpr):
-    """u, v such that C[j, k] = K[j, k]·u[j]·v[k] is what Sinkhorn's iteration makes of K, starting and ending on a
+    """u, v such that C[j, k] = K[j, k]·u[j]·v[k] is the result of Sinkhorn's iteration on K, starting and ending on a
     column step.
 
-    With C = K/(a·b), a row step C ← C/(rowsum + eps) is a[j] ← Σ_k K[j, k]/b[k] + eps·a[j], a column step the same with
-    roles exchanged: only 2n numbers move.
+    With C = K/(a·b), a row step C ← C/(rowsum + eps) is a[j] ← Σ_k K[j, k]/b[k] + eps·a[j], a column step has the roles
+    exchanged: only 2n numbers change.
     """
     a, b = (), ()
     for k in tl.static_range(n):

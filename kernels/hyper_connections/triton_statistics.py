@@ -1,13 +1,13 @@
-"""First mHC kernel on a GPU: the last sublayer's output into the streams, and partial products of fn with the new
-streams.
+"""First mHC kernel on a GPU: it merges the last sublayer's output into the streams, and computes partial products of fn
+with the new streams.
 
-fn is 1.57 MB at d = 4096, too much for one processor to read in time, so programs split d. Each makes its columns of
-the new streams, stores them, and leaves its part of the M products and of Σx² behind; the second kernel adds the parts
-up in a fixed order. A part is MP numbers a token, those that the second kernel needs first in front: the n products
-that collapse the streams, then Σx², then the other products.
+fn is 1.57 MB at d = 4096, too much for one processor to read in time, so programs split d. Each computes and stores its
+columns of the new streams, and writes its part of the M products and of Σx². The second kernel adds the parts in a
+fixed order. A part is MP numbers a token, in the order in which the second kernel needs them: the n products that
+collapse the streams, then Σx², then the other products.
 
-Where the GPU can (capability 9), a kernel is launched while the one before it runs, and waits for it on the device: fn
-is read meanwhile, and the second kernel's programs are in place when the first one's end.
+From capability 9 on, a kernel starts while the previous one runs, and waits for it on the device (programmatic
+dependent launch): fn is loaded meanwhile, and the second kernel's programs are resident when those of the first end.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ FEW_TOKENS = 16  # up to this many, products are fp32 multiplications
 FEW_COLUMNS = 32  # of a program, at least
 FEW_SPLITS = 64  # programs of the same tokens, at most
 FEW_HELD = 2  # tokens of a program
-FEW_NUMBERS = 64  # of fn that a thread holds
+FEW_NUMBERS = 64  # numbers of fn that a thread holds
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 
 
@@ -78,7 +78,7 @@ def statistics(
         return new, Parts(data, M)
     pieces = torch.empty(3, MP, 4 * d, dtype=torch.bfloat16, device=device)
     _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, launch_pdl=pdl)
-    # Two programs fit on a processor, so that one loads while the other multiplies.
+    # Two programs fit on a multiprocessor, so one loads while the other multiplies.
     registers = {"maxnreg": 128} if capability(device)[0] == 9 else {}
     _statistics_bf16[grid](
         out,
@@ -102,9 +102,9 @@ def statistics(
 
 @triton.jit
 def coefficients(POST, COMB, t, live, n: tl.constexpr, TILE: tl.constexpr = False):
-    """Of mhc_post for token t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² numbers; with TILE for
-    tokens t [T], as columns [T, 1], made of vectors because a thread would load a column [T, 1] once for each of its
-    columns of a tile."""
+    """Coefficients of mhc_post for token t: (post[0], comb[0, 0], …, comb[n − 1, 0], post[1], …), n + n² numbers; with
+    TILE for tokens t [T], as columns [T, 1], made from vectors, because a thread would load a column [T, 1] again for
+    each of its columns of a tile."""
     w = ()
     for k in tl.static_range(n):
         for j in tl.static_range(-1, n):
@@ -132,8 +132,7 @@ def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr, at: tl.constexpr = 0):
 
 @triton.jit
 def _weights(FN, i, k, c, d: tl.constexpr, n: tl.constexpr, M: tl.constexpr):
-    """Stream k of fn at columns c, of what is at place i of a part: zero at n, which Σx² takes, and beyond the
-    products."""
+    """Row k of fn at columns c, for place i of a part: zero at n, where Σx² is, and beyond the products."""
     row = i - (i > n).to(tl.int32)
     return tl.load(FN + (row * n + k) * d + c, mask=(i != n) & (i <= M) & (c < d), other=0.0)
 
@@ -157,8 +156,8 @@ def _statistics_few(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """T tokens one by one, C columns. Everything is loaded before anything is stored, so that loads need not wait; of
-    fn before the wait for the kernel before (PDL)."""
+    """T tokens one at a time, C columns. All loads come before all stores, so that loads need not wait; those of fn
+    come before the wait for the previous kernel (programmatic dependent launch)."""
     split, first = tl.program_id(0), tl.program_id(1) * T
     place, c = tl.arange(0, MP), split * C + tl.arange(0, C)[None, :]
     f, h, out, w = (), (), (), ()
@@ -243,8 +242,8 @@ def _statistics_many(
 
 @triton.jit
 def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, PDL: tl.constexpr, B: tl.constexpr):
-    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers with fn's for a sum (24 bits are 3 × 8), rows as parts have
-    them."""
+    """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers whose sum is fn's (24 bits are 3 × 8), with rows in the
+    order of parts."""
     i, c, k = tl.program_id(0), tl.program_id(1) * B + tl.arange(0, B)[None, :], tl.arange(0, 4)[:, None]
     f = _weights(FN, i, k, c, d, 4, M)
     if PDL:
@@ -276,7 +275,7 @@ def _statistics_bf16(
     T: tl.constexpr,
     C: tl.constexpr,
 ):
-    """`_statistics_many` for n = 4 bf16 streams, on tensor cores: they meet fn as three bf16 numbers, so every product
+    """`_statistics_many` for n = 4 bf16 streams, on tensor cores: fn is split into three bf16 numbers, so every product
     is exact, and sums are fp32. Column and stream are one axis of the product, c·4 + k."""
     split, first, m = tl.program_id(0), tl.program_id(1) * T, tl.arange(0, MP)[None, :]
     t, past = tl.arange(0, T)[:, None], first.to(tl.int64)
@@ -291,7 +290,7 @@ def _statistics_bf16(
     for chunk in range(split * each, (split + 1) * each):
         c, i = (chunk * C + tl.arange(0, C))[None, :], (chunk * 4 * C + tl.arange(0, 4 * C))[:, None]
         live, f, h, x = inside & (c < d), (), (), ()
-        for k in tl.static_range(4):  # read for the last time: not to be kept in the L2 at the new streams' cost
+        for k in tl.static_range(4):  # read for the last time, so it should not evict the new streams from the L2
             h = h + (
                 tl.load(H + (t * 4 + k) * d + c, mask=live, other=0.0, eviction_policy="evict_first" if MERGES else ""),
             )
@@ -309,7 +308,7 @@ def _statistics_bf16(
             squares += widen(x[k]) * widen(x[k])
         y = tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), [T, 4 * C])
         for piece in tl.static_range(3):
-            if INTERPRETED:  # its bf16 product returns garbage
+            if INTERPRETED:  # the interpreter's bf16 product returns garbage
                 products = tl.dot(widen(y), widen(f[2 - piece]), products, input_precision="ieee")
             else:
                 products = tl.dot(y, f[2 - piece], products)

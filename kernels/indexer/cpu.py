@@ -5,8 +5,8 @@ import torch
 from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.indexer import reference
 
-MAX_DOTS = 1 << 20  # products held at once; beyond this the reference goes by tiles
-MAX_SCORES = 1 << 12  # beyond this, sorting everything costs more than the extra operations of the reference
+MAX_DOTS = 1 << 20  # products held at once; above this the reference computes by tiles
+MAX_SCORES = 1 << 12  # above this, sorting everything costs more than the additional operations of the reference
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:

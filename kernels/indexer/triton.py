@@ -16,8 +16,8 @@ ALIGNED = 64  # entries to which a row of scores is padded
 def index_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor
 ) -> torch.Tensor:
-    """As the reference; keys that nobody sees may be read, but have no effect. Products of bf16 queries are exact,
-    summed in fp32.
+    """Computes what the reference does; keys that no query sees may be read, but have no effect. Products of bf16
+    queries are exact, summed in fp32.
 
     q bf16 or fp32; keys bf16, fp32 or packed, with scales that are positive and at most 2^65. Beside bf16 queries, FP4
     keys below 2^−62 lose bits and FP8 codes of NaN count as 480. Raises UnsupportedInput for other dtypes, and for more
@@ -33,7 +33,8 @@ def index_scores(
 
 
 def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, in another order but the same one each time. Scores from `visible` on are not read.
+    """Computes what the reference does, in another order that is the same every time. Scores from `visible` on are not
+    read.
 
     Raises UnsupportedInput for k above 4096 of more than 32768 entries, and for more than 2097152 entries.
     """
@@ -52,8 +53,9 @@ def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = No
 def select_entries(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor, k: int
 ) -> torch.Tensor:
-    """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. Where n ≤ k nothing is scored: every
-    visible entry, −1 for the others. Scores of at most 48 MiB, or of one query if these are more, exist at a time.
+    """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
+    result is every visible entry, and −1 for the others. At most 48 MiB of scores exist at a time, or those of one
+    query if these are more.
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T].
     """
@@ -86,8 +88,8 @@ def select_entries(
 
 
 def _chunk(B: int, T: int, rows: int, slots: int) -> tuple[int, int]:
-    """(batch rows, queries of each) that make at most `rows` together. Of one batch row a part of `slots`, programs of
-    4 queries that run side by side, such that each query's keys fall to a whole number of them."""
+    """(batch rows, queries of each) that make at most `rows` together. For one batch row it is a part of `slots`, the
+    programs of 4 queries that run in parallel, such that a whole number of programs shares each query's keys."""
     if T <= rows:
         return min(B, rows // T), T
     whole = [4 * slots // p for p in range(1, slots + 1) if slots % p == 0 and 4 * slots // p <= rows]

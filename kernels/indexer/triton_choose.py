@@ -1,4 +1,4 @@
-"""Which kernels select the best entries of rows, and their launches."""
+"""Chooses the kernels that select the best entries of rows, and launches them."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,16 @@ from dsv4.kernels.indexer.triton_scores import GROUP, maxima_layout
 from dsv4.kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
 from dsv4.kernels.launch import dependent_launch, interpreting, next_power, processors
 
-MAX_CANDIDATES = 1 << 15  # that one program holds at once
+MAX_CANDIDATES = 1 << 15  # keys that one program holds at once
 MAX_PAIRS = 1 << 23  # comparisons up to which every entry is ranked against every other
 ROOM = 1 << 13  # entries that `collect` may find in a row, beyond which `rank_found` descends instead
 CHUNK = 2048  # entries that a program of `collect` or `maxima_of_rows` reads
 FEW = 16  # rows up to which several programs share one
-# entries of all of them up to which programs of `collect` run side by side; of more, each program
+# entries of all rows up to which the programs of `collect` run in parallel. With more, each program of
+# `hierarchical_topk` makes the whole search and ranks its part.
 MAX_COLLECTED = 1 << 19
-# searches alike and ranks its part (`hierarchical_topk`)
 MAX_HIERARCHICAL = 1 << 14  # keys that a program of `hierarchical_topk` holds at once
-MANY = 256  # rows that fill a GPU, a program each
+MANY = 256  # rows that fill a GPU with one program each
 MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
 
 
@@ -74,7 +74,7 @@ def choose(
     B, T = scores.shape[:2]
     rows, device = B * T, scores.device
     width, second = maxima_layout(n)
-    # what stands in for a buffer that is not used: of its type
+    # stands in for a buffer that is not used, with its dtype
     seen, absent = visible is not None, out.view(torch.int32)
     visible = visible if seen else out
     ends = T, n, *scores.stride()[:2], *visible.stride()[:2]

@@ -1,9 +1,9 @@
 """Exact selection from many long rows, a program each, without maxima.
 
-Scores and their index become numbers of which no two are equal (`sortable`). Of the maxima of any classes of entries
-take a bound that k of them reach: the k best entries all reach it, and few others, if the classes are small. Those are
-listed; a list that gets too long raises its own bound. A number that at least k of a tile reach is found by narrowing
-an interval (`_reached`); with exactly k, these are the chosen ones.
+Each score and its index become one number, and no two of these are equal (`sortable`). Divide the entries into classes,
+and take a bound that the maxima of k classes reach. All k best entries reach it, and few others if the classes are
+small. Entries that reach it are listed; a list that gets too long raises the bound. `_reached` finds a number that at
+least k of a tile reach by narrowing an interval; if exactly k reach it, these are the chosen ones.
 """
 
 import triton
@@ -27,7 +27,7 @@ def _reached(x, live, k, enough, CLASSES: tl.constexpr):
     MOST: tl.constexpr = 2 ** (x.dtype.primitive_bitwidth - 1) - 1
     best = tl.max(tl.reshape(x, [CLASSES, C // CLASSES]), 1)
     low = tl.min(best, 0)  # each class has a number that reaches it
-    # or all, if there are empty classes
+    # or all entries do, if there are empty classes
     low = tl.maximum(low, tl.min(tl.where(x == -MOST - 1, MOST, x), 0)).to(tl.int64)
     high = tl.max(best, 0).to(tl.int64)
     reach = live
@@ -67,7 +67,7 @@ def _keep(LIST, base, x, bound):
     """Append the numbers of x [C] that reach `bound` to LIST of `base`. Returns how many there are then."""
     kept = ((x >> 32) >= bound) & (x > _LEAST)
     one = kept.to(tl.int32)
-    tl.debug_barrier()  # x may be a part of the list that is written over
+    tl.debug_barrier()  # x may be a part of the list that is overwritten
     tl.store(LIST + base + tl.cumsum(one, 0) - one, x, mask=kept)
     return base + tl.sum(one, 0)
 
@@ -77,7 +77,7 @@ def _shorten(LIST, base, bound, k, C: tl.constexpr, CLASSES: tl.constexpr):
     """LIST of base ≤ 2·C numbers without some that are not among the k best, at most 3·k ≤ C: (its length, a bound of
     keys)."""
     i = tl.arange(0, C)
-    tl.debug_barrier()  # other threads read than wrote
+    tl.debug_barrier()  # other threads read the list than wrote it
     x, y = tl.load(LIST + i), tl.load(LIST + C + i, mask=C + i < base, other=_LEAST)
     reached = _reached(tl.maximum(x, y), C, k, k + k // 2, CLASSES)
     least = reached >> 32
@@ -140,7 +140,7 @@ def filter_rows(
             live = _keep(LIST, live, _sortables(SCORES, start + i, seen), bound)
             if live > C:
                 live, bound = _shorten(LIST, live, bound, k, C, CLASSES)
-        tl.debug_barrier()  # other threads read than wrote
+        tl.debug_barrier()  # other threads read the list than wrote it
         x = tl.load(LIST + i, mask=i < live, other=_LEAST)
     else:
         x = _sortables(SCORES, i, seen)

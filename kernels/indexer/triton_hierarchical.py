@@ -1,9 +1,10 @@
 """Exact selection of the k best entries of a few long rows, in one launch.
 
-Several programs share a row, and all of them do the same up to the last step: from the coarsest maxima down, a bound
-that at least k reach and at most twice as many; what reaches it is listed, and its members come next. So below the
-coarsest level the same bound is mostly good enough and nothing is searched. Of the last list, of entries, each program
-ranks some: an entry's rank is its place in the result. No program waits for another.
+The search descends a hierarchy: scores, maxima of 8 entries, maxima of 64. Several programs share a row, and each makes
+the whole descent. At each level, from the coarsest, a bound is found that at least k and at most 2·k groups reach;
+those groups are listed, and their members are searched at the next level. Below the coarsest level the same bound
+mostly suffices, and no search is needed. Each program then ranks a part of the last list, which holds entries: an
+entry's rank is its place in the result. No program waits for another.
 """
 
 import triton
@@ -15,7 +16,7 @@ from dsv4.kernels.indexer.triton_topk import level_groups, row_of_program, seen_
 
 _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
-_NOWHERE = tl.constexpr(1 << 27)  # a group behind every other
+_NOWHERE = tl.constexpr(1 << 27)  # a group after every other
 _GROUP = tl.constexpr(GROUP)
 
 
@@ -27,8 +28,8 @@ def _score(key):
 
 @triton.jit
 def _bound(key, low, k, most):
-    """(bound ≥ low, how many keys reach it, how many exceed it): min(k, those that reach `low`) do, and at most `most`
-    ≥ k unless several equal it. The last count means something only if more do."""
+    """(bound ≥ low, how many keys reach it, how many exceed it). At least min(k, those that reach `low`) reach it, and
+    at most `most` ≥ k unless several equal it. The last count means something only if more do."""
     reach = tl.sum((key >= low).to(tl.int32))
     above = reach * 0
     if reach > most:
@@ -38,7 +39,7 @@ def _bound(key, low, k, most):
         while (reach > most) & (high - start > 1):
             third = tl.maximum(((high - start) * 21845) >> 16, 1)
             first, second = start + third, start + 2 * third
-            if tries < 3:  # thirds of the scores are better steps than those of their bits, but might be endless ones
+            if tries < 3:  # thirds of the scores are better steps than thirds of their bits, but might never end
                 least, best = _score(start.to(tl.int32)), _score((high - 1).to(tl.int32))
                 first = monotone(least + (best - least) * 0.33333334).to(tl.int64)
                 second = monotone(least + (best - least) * 0.6666667).to(tl.int64)
@@ -60,8 +61,8 @@ def _bound(key, low, k, most):
 
 @triton.jit
 def _marks(x):
-    """Which of each row of x bool [R, 8] are true, four bits each: int32 [R]. Rows instead of single numbers are
-    counted and given their places then, so that no keys are exchanged between threads."""
+    """Which of each row of x bool [R, 8] are true, four bits each: int32 [R]. Whole rows are then counted and placed
+    instead of single numbers, so that threads exchange no keys."""
     return tl.sum(x.to(tl.int32) << (4 * tl.arange(0, _GROUP))[None, :], 1)
 
 
@@ -73,7 +74,7 @@ def _counted(marks):
 
 @triton.jit
 def _marks_of_k(key, bound, wanted):
-    """`_marks` of what exceeds the bound and of the first `wanted` that equal it."""
+    """`_marks` of the keys that exceed the bound and of the first `wanted` that equal it."""
     marks, equal = _marks(key > bound), _marks(key == bound)
     left = wanted - tl.cumsum(_counted(equal), 0) + _counted(equal)
     for member in range(_GROUP):
@@ -105,7 +106,7 @@ def _list_best(SCORES, MAXIMA, LIST, seen, second, k, ROOM: tl.constexpr, LEVELS
         if listed > ROOM:
             marks = _marks_of_k(key, bound, k - above)
             listed = listed * 0 + k
-        # Rows move to the threads that list them, which the compiler would do eight times in the loop.
+        # Rows move to the threads that list them; the compiler would otherwise move them eight times in the loop.
         row = tl.gather(group.to(tl.int64) << 32 | marks.to(tl.int64) & 0xFFFFFFFF, j, 0)
         marks, first = row.to(tl.int32), (row >> 32).to(tl.int32) * _GROUP
         place = tl.cumsum(_counted(marks), 0) - _counted(marks) + level * ROOM
@@ -121,7 +122,7 @@ def _list_best(SCORES, MAXIMA, LIST, seen, second, k, ROOM: tl.constexpr, LEVELS
 
 @triton.jit
 def _sortables(SCORES, entry, live):
-    """`sortable` of entries, the least number where not live."""
+    """`sortable` of entries, the least number if not live."""
     return tl.where(live, sortable(monotone(tl.load(SCORES + entry, mask=live, other=0.0)), entry), _LEAST)
 
 
@@ -148,8 +149,8 @@ def hierarchical_topk(
     PDL: tl.constexpr,
 ):
     """The k best of the entries < seen of a row (axis 0), each at its rank, to OUT int64 [rows, k], −1 where there are
-    not as many or a score is −inf. Programs of axis 1 share the row. ROOM ≥ k, at least an eighth of what the coarsest
-    level holds.
+    not as many or a score is −inf. Programs of axis 1 share the row. ROOM ≥ k, and at least an eighth of the keys of
+    the coarsest level.
 
     LIST int32 [programs, 3·ROOM]: scratch.
     """
@@ -159,7 +160,7 @@ def hierarchical_topk(
     SCORES += b * s_b + t * s_t
     LIST += program * (3 * ROOM)
     OUT += row * k
-    if LEVELS:  # the kernel before made the maxima: it has waited for whatever wrote `visible`
+    if LEVELS:  # the previous kernel made the maxima, so it has waited for the kernel that wrote `visible`
         seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     if PDL:
         gdc_wait()

@@ -1,9 +1,8 @@
-"""Operands of the indexer's products: queries as they are, keys decoded in registers.
+"""Operands of the indexer's products: queries unchanged, keys decoded in registers.
 
-FP4 and FP8 codes become bf16 exactly: their bits are moved, two values at a time, and multiplied by a power of two.
-Keys are read as words, 16 bytes a thread, by the very threads that multiply them, so that neither shared memory nor a
-barrier lies between memory and product. For that the dims and the keys of a product have an order of their own
-(`_of_words`, `places`).
+FP4 and FP8 codes become bf16 exactly: their bits are moved, two values at a time, and multiplied by a power of two. The
+threads that multiply the keys read them as words, 16 bytes a thread, so neither shared memory nor a barrier is needed.
+Therefore the dims and the keys of a product have an order of their own (`_of_words`, `places`).
 """
 
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 from dsv4.kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
 
 PLAIN, FP8, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-WORDS = tl.constexpr(16)  # of a key that go into one product: the four threads of its row read 16 bytes each
+WORDS = tl.constexpr(16)  # dims of a key in one product: the four threads of its row read 16 bytes each
 WARPS = tl.constexpr(4)  # of a program
 
 # Two bf16 times two bf16, a power of two each. (There is no multiplication before capability 9.0.)
@@ -24,8 +23,8 @@ _E4M3_SCALE = tl.constexpr(0x7B807B80)  # 2^120, twice
 
 @triton.jit
 def places(TILE: tl.constexpr):
-    """Which key of a tile each row of a product is: rows of a product belong to threads otherwise than rows that are
-    read."""
+    """The key of a tile that belongs to each row of a product: threads own other rows of the product than of the tile
+    as read."""
     m = tl.arange(0, TILE)
     r, w, low = m // 8 % 2, m // 16 % WARPS, m % 8
     return m // (16 * WARPS) * (16 * WARPS) + r * (8 * WARPS) + w * 8 + low
@@ -69,7 +68,7 @@ def read_keys(
     FORMAT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Rows of keys at [TILE] as they are stored, and their scales: a tuple for `operand_keys`. FP8's scales have rows
+    """Rows of keys at [TILE] in their stored form, and their scales: a tuple for `operand_keys`. FP8's scales have rows
     of their own, `scale_at` where `scale_live`."""
     if FORMAT == PLAIN:
         i = tl.arange(0, DIMS)[None, :]
@@ -108,8 +107,8 @@ def _times(two, factor):
 def _fp4_scales(raw, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
     """E8M0 bytes s of a chunk each, int32 [TILE, 4] → 2^(s − 65) as two equal bf16.
 
-    That is 2^126 · 2^(s − 127), less 2^64 that the sum over heads gets back. Exact for keys of 2^−62 and more with
-    scales up to 2^65; larger ones become infinite.
+    That is 2^126 · 2^(s − 127), less a factor of 2^64 that the sum over heads restores. Exact for keys of 2^−62 and
+    more with scales up to 2^65; larger ones become infinite.
     """
     if D == 128:
         s = (raw[PARTS][:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
@@ -128,8 +127,8 @@ def operand_keys(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One part of what `read_keys` read → bf16 [TILE, DIMS/PARTS]: FP4 without a factor 2^64, FP8 without the scale of
-    its row.
+    """One part of the result of `read_keys` → bf16 [TILE, DIMS/PARTS]: FP4 less a factor of 2^64, FP8 without the scale
+    of its row.
 
     A bf16 with the magnitude of an E2M1 (E4M3) code at the end of its exponent is 2^−126 (2^−120) times its value,
     subnormals included. FP8's NaN becomes 480.
@@ -142,7 +141,7 @@ def operand_keys(
         PART: tl.constexpr = DIMS // 8 // PARTS
         factor = tl.broadcast_to(_fp4_scales(raw, part, D, PARTS)[:, :, None], [TILE, 4, PART // 4])
         w = tl.reshape(raw[part], [TILE, 4, PART // 4])  # pair i: nibbles i and i + 4
-        a = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)  # one product moves sign and magnitude
+        a = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)  # one multiplication moves sign and magnitude
         b = _times(((w & 0x00F000F0) * 0x0104) & _E2M1, factor)
         w = w >> 8
         c = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)
@@ -160,8 +159,8 @@ def operand_keys(
 
 @triton.jit
 def _own(x):
-    """x. For tcgen05, Triton (3.6, 3.7) multiplies converted fp32 operands in TF32 whatever precision is asked for,
-    unless it cannot see the conversion; it does not look behind a sum."""
+    """Returns x. For tcgen05, Triton (3.6, 3.7) multiplies converted fp32 operands in TF32 whatever precision is
+    requested, unless it cannot see the conversion; a sum hides the conversion."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1], 1]), 2)
 
 

@@ -1,8 +1,8 @@
 """The kernel of the lightning indexer's scores, and how it is launched.
 
-A program holds a few queries of all heads and goes over pages of keys, each decoded once, the next one on its way
-meanwhile. Keys are the rows of the product and heads its columns, so that the weighted sum over heads stays within a
-thread but for two exchanges. Products overlap with decoding and sums because several programs share a multiprocessor.
+A program holds a few queries of all heads and loops over pages of keys. Each page is decoded once, while the next one
+is loaded. Keys are the rows of the product and heads its columns, so that the weighted sum over heads needs only two
+exchanges between threads. Products overlap with decoding and sums because several programs share a multiprocessor.
 """
 
 import torch
@@ -28,9 +28,9 @@ from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, next_
 
 GROUP = 8  # entries under one maximum; maxima of those in turn
 MAX_OPERAND = 1 << 15  # numbers of all heads of one query, padded: 64 KB of shared memory in bf16
-# that share a multiprocessor: over many queries, in decoding from plain and from packed keys
+# programs that share a multiprocessor: over many queries, in decoding from plain and from packed keys
 PROGRAMS = {(9, 0): (2, 3, 4)}
-ROOMY = (9, 0), (10, 0), (10, 3)  # capabilities where a program can go over its keys for two products at once
+ROOMY = (9, 0), (10, 0), (10, 3)  # capabilities where a program can hold its keys for two products at once
 _GROUP, _PAGE = tl.constexpr(GROUP), tl.constexpr(PAGE)
 
 
@@ -43,7 +43,7 @@ def monotone(score):
 
 @triton.jit
 def _places_of_keys(row, place, key_row, D: tl.constexpr, FORMAT: tl.constexpr, FP32: tl.constexpr):
-    """Offsets of the keys of a page, and of their scales, in what they are read as (see `_scores`)."""
+    """Offsets of the keys of a page, and of their scales, in the units in which they are read (see `_scores`)."""
     if FORMAT == PLAIN:
         at, scale_at = row * key_row, row
     elif FORMAT == FP8:
@@ -155,7 +155,7 @@ def _scores(
     b = (tl.program_id(0) // tiles_t).to(tl.int64)
     first = (tiles_t - 1 - tl.program_id(0) % tiles_t) * (QUERIES * GROUPS)  # late queries see the most entries
     page, P = tl.program_id(1), tl.num_programs(1)
-    column, row = tl.arange(0, N), tl.arange(0, _PAGE)  # of the keys as they are read; as they are multiplied: `place`
+    column, row = tl.arange(0, N), tl.arange(0, _PAGE)  # order of the keys as read; as multiplied: `place`
     head, which, place = column % HEADS, tl.arange(0, QUERIES), row if FP32 else places(_PAGE)
     at, scale_at = _places_of_keys(row, place, key_row, D, FORMAT, FP32)
     KEYS += b * key_b
@@ -165,7 +165,7 @@ def _scores(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if not FP32:  # the first keys come before it is known how many are visible
+    if not FP32:  # the first keys are loaded before it is known how many are visible
         raw = read_keys(
             KEYS + page * key_step,
             SCALES + page * scale_step,
@@ -207,7 +207,7 @@ def _scores(
             k = ()
             for part in tl.static_range(PARTS):
                 k = k + (operand_keys(raw, part, D, DIMS, FORMAT, PARTS, _PAGE),)
-            ahead = page + P  # what lies behind `end` must not be read
+            ahead = page + P  # keys after `end` must not be read
             raw = read_keys(
                 KEYS + ahead * key_step,
                 SCALES + ahead * scale_step,
@@ -263,9 +263,9 @@ def maxima_layout(n: int) -> tuple[int, int]:
 
 
 def _shape(T: int, heads: int, dims: int, packed: bool, device: torch.device) -> tuple[int, int]:
-    """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns, two
-    of them where shared memory and registers hold them, since each decoded page of keys then serves twice as many. For
-    packed keys Hopper has registers for one product of 256 columns, which is a little faster."""
+    """(queries of a product, such products) of a program: one query in decoding, otherwise products of 128 columns: two
+    of them if shared memory and registers hold them, because each decoded page of keys then serves twice as many
+    queries. For packed keys Hopper has registers for one product of 256 columns, which is a little faster."""
     queries = min(next_power(T), max(1, 128 // heads), 16)
     if capability(device) not in ROOMY or T < 2 * queries or queries * heads * dims > 128 * 128:
         return queries, 1
@@ -325,8 +325,9 @@ def launch_scores(
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)
     pages, many = triton.cdiv(n, PAGE), processors(q.device)
-    each = PROGRAMS.get(capability(q.device), (2, 2, 2))[0 if queries * groups > 1 else 1 + packed]  # run side by side
-    if B * T * pages < 8 * many:  # then rather two pages a program, of which one is on its way early
+    # programs that run in parallel
+    each = PROGRAMS.get(capability(q.device), (2, 2, 2))[0 if queries * groups > 1 else 1 + packed]
+    if B * T * pages < 8 * many:  # then two pages a program are better, because one of them is loaded early
         each = min(each, 2)
     grid = B * tiles_t, max(1, min(pages, many * each // (B * tiles_t), 65535))
     overlap = dependent_launch(q.device)

@@ -2,13 +2,12 @@
 
 Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8
 of those. The k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too:
-whatever lies elsewhere has k better ones. So a row is searched from the coarsest level down, 8·k candidates at a time
+every other entry has k better ones. So a row is searched from the coarsest level down, 8·k candidates at a time
 (`_descend`), each time for the threshold that exactly k reach, by narrowing an interval of integers.
 
-For a few rows, as in decoding, that takes too many steps one after the other. There the coarsest level only gives a
-bound that all of the k best reach and few others; those are collected by many programs (`collect`), and the rank of
-each among them is its place in the result (`rank_found`). Where even these programs would not run side by side, see
-`triton_hierarchical`.
+For a few rows, as in decoding, that takes too many sequential steps. There the coarsest level only gives a bound that
+all k best entries reach, and few others. Many programs collect those (`collect`), and the rank of each among them is
+its place in the result (`rank_found`). If these programs would not all run in parallel, `triton_hierarchical` is used.
 """
 
 import triton
@@ -30,7 +29,7 @@ def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: t
     most `enough` keys reach t: with enough = k those are the k best, unless several equal t. The last count means
     something only if more do.
     """
-    if CLASSES:  # of keys, at least k: each has a key no lower than the lowest of their maxima
+    if CLASSES:  # maxima of classes of keys, at least k: each class has a key no lower than the lowest of the maxima
         low = tl.min(tl.max(tl.reshape(key, [CANDIDATES // CLASSES, CLASSES]), 0), 0)
     else:
         low = tl.min(tl.where(live, key, 2147483647), 0)
@@ -68,7 +67,7 @@ def _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
 
 @triton.jit
 def start_level(seen, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr):
-    """The finest level whose keys all fit."""
+    """The finest level whose keys all fit in one tile."""
     level = seen * 0
     if LEVELS > 0:
         level += (seen > CANDIDATES).to(tl.int32)
@@ -100,7 +99,7 @@ def _descend(
         live = live & (at < level_groups(seen, level))
         key = _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS)
         floor, reach, above = _threshold(key, live, floor, k, k, CLASSES, CANDIDATES)
-        # Of those that equal the threshold the first ones, so that k are chosen.
+        # Of the keys that equal the threshold the first ones, so that k are chosen.
         wanted = tl.where(reach > k, k - above, CANDIDATES)
         higher, equal = live & (key > floor), live & (key == floor)
         one = higher.to(tl.int32) + (equal.to(tl.int32) << 16)
@@ -121,7 +120,8 @@ def _descend(
 
 @triton.jit
 def row_of_program(T):
-    """(row, its batch row, its query) as int64 of axis 0. Divided in 32 bits: in 64 it is a hundred instructions."""
+    """(row, its batch row, its query) as int64 of axis 0. The division has 32 bits: with 64 bits it takes a hundred
+    instructions."""
     row = tl.program_id(0)
     return row.to(tl.int64), (row // T).to(tl.int64), (row % T).to(tl.int64)
 
@@ -229,7 +229,7 @@ def collect(
     key = monotone(scores)
     found = (entry < seen) & (key >= bound)
     one = found.to(tl.int32)
-    # an order of arrival, which `rank_found` makes good
+    # entries are in order of arrival; `rank_found` orders them
     base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")
     place = base + tl.cumsum(one, 0) - one
     tl.store(FOUND + row * ROOM + place, sortable(key, entry), mask=found & (place < ROOM))
@@ -237,7 +237,7 @@ def collect(
 
 @triton.jit
 def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
-    """`sortable` of entries, or from the list of those found; at or behind `count` a number that exceeds none."""
+    """`sortable` of entries, or from the list of those found; from `count` on, a number that exceeds none."""
     if ALL:
         x = sortable(monotone(tl.load(SCORES + at, mask=at < count, other=0.0)), at)
     else:
@@ -277,7 +277,7 @@ def rank_found(
     """The k best of a row (axis 0), each at its rank, among what `collect` found or ALL entries. Programs of axis 1
     share them.
 
-    Should more have been found than there is room for, the first program descends instead.
+    If more were found than there is room for, the first program descends instead.
     """
     row, b, t = row_of_program(T)
     if PDL:
