@@ -15,8 +15,8 @@ SCRATCH_BYTES = 4 << 20  # of one dequantised tile
 def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
     """y = x Wᵀ: x [N, K] → [N, O] in x.dtype; products accumulate in fp32, one rounding.
 
-    simulate: quantise x to FP8 in blocks of 128 first, as the official kernels do for FP8 and FP4
-    weights. Raises UnsupportedInput when that is asked for a dense weight.
+    simulate: quantise x to FP8 in blocks of 128 first, as the official kernels do for FP8 and FP4 weights. Raises
+    UnsupportedInput for a dense weight.
     """
     if w.format is WeightFormat.DENSE:
         if simulate:
@@ -45,7 +45,8 @@ def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     x32, flat = x.float(), y.view(N, G * R)
     for rows in row_tiles(w):
         tile = dequantised(w, rows)
-        for g in range(rows.start // R, -(-rows.stop // R)):  # a tile may span groups, and a group tiles
+        # a tile may span several groups, and a group several tiles
+        for g in range(rows.start // R, -(-rows.stop // R)):
             start, stop = max(rows.start, g * R), min(rows.stop, (g + 1) * R)
             part = tile[start - rows.start : stop - rows.start]
             flat[:, start:stop] = F.linear(x32[:, g], part).to(x.dtype)

@@ -11,7 +11,7 @@ from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 
 def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
     """y = x Wᵀ in the weight's dtype, result in x.dtype. simulate: x goes through FP8 first (also for a dense weight:
-    in training a weight is dense, and already rounded to what it will be stored as)."""
+    in training a weight is dense, and already rounded to its stored format)."""
     if w.format is not WeightFormat.DENSE:
         raise UnsupportedInput(f"training takes dense weights; found {w.format.value}")
     if simulate:

@@ -1,10 +1,9 @@
 """Products with a weight as stored, on a GPU.
 
-Up to TOKENS tokens the weight's bytes are the time: they are streamed once (`triton_skinny`); for a few more, again,
-where the weight is small, since one tile after the other is slower than that. More tokens, large weights and weights
-whose rows are no whole 16 bytes take tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16
-accumulate in fp32, those of fp32 are IEEE fp32. E4M3's NaN code is not known to the bf16 products, which read it as
-480.
+Up to TOKENS tokens, reading the weight takes the time: it is streamed once (`triton_skinny`). For a few more tokens a
+small weight is streamed several times, because tiles in sequence are slower. More tokens, large weights and weights
+whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16
+accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480.
 """
 
 import torch
@@ -27,7 +26,7 @@ from dsv4.kernels.rms_norm.triton import rms_norm
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
 AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
 AGAIN_BYTES = 24 << 20
-FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are on the way: bytes that the weight's latency needs
+FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 
 def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
@@ -97,7 +96,7 @@ def grouped(
 ) -> torch.Tensor:
     """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
 
-    cis fp32 [N, d], few tokens only: the last d columns of each head of `head` columns are rotated on the way.
+    cis fp32 [N, d], few tokens only: the last d columns of each head of `head` columns are rotated in the kernel.
     """
     h = hold(name, w)
     require_device(name, x, h.weight, h.scale, h.glob)
@@ -118,10 +117,10 @@ def grouped(
     tiles = triton.cdiv(R, 8 * rh) * groups
     ks = warps(h.K, fp32, tiles, rh, x.device)
     turned, cis_stride = (0, 0) if cis is None else (cis.shape[1], cis.stride(0))
-    # Overlaps neither with attention before it nor with what follows. A multiprocessor divides its L1 and shared memory
-    # anew only when it is idle, and where every launch overlaps with the next none ever is: after attention over long
-    # contexts the experts of the same layer took 46 instead of 32 µs (H100; 0.35 ms of a step at 1M, and this here
-    # costs nothing at 8K).
+    # This launch overlaps neither with the attention before it nor with the kernel after it. A multiprocessor divides
+    # its L1 and shared memory anew only when it is idle, and if every launch overlaps with the next it never is. After
+    # attention over long contexts the experts of the same layer then took 46 instead of 32 µs (H100; 0.35 ms of a step
+    # at 1M, and the launch costs nothing at 8K).
     _grouped[(tiles,)](
         x,
         N,
@@ -221,8 +220,8 @@ def _grouped(
 
 
 def tile_columns(name: str, h: Held, fp32: bool) -> int:
-    """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput when that has no 16 in a power of
-    two."""
+    """Columns of a tile, within one block of FP8's scales. Raises UnsupportedInput if the block has no power of two of
+    at least 16."""
     if order(h):
         return 32 * order(h)
     columns = 32 if fp32 else 64
@@ -236,7 +235,7 @@ def tile_columns(name: str, h: Held, fp32: bool) -> int:
 
 
 def stages(device: torch.device, tokens: int = 128) -> int:
-    """Tiles on the way: shared memory of capabilities 8.6, 8.9 and 12.0 is 99 KB a block."""
+    """Tiles loaded ahead: shared memory of capabilities 8.6, 8.9 and 12.0 is 99 KB a block."""
     return (DEEP if tokens <= FEW else 3) if capability(device) in ((8, 0), (9, 0), (10, 0)) else 2
 
 
@@ -253,7 +252,7 @@ def gemm_shape(N: int, R: int, groups: int, fp32: bool, device: torch.device) ->
 
 
 def gemm(name: str, x: torch.Tensor, h: Held, out: torch.Tensor, groups: int) -> None:
-    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x already rounded if it is to be, and arranged."""
+    """out [N, G·R] = x [N, G·K] · Wᵀ, group by group; x is already rounded, if required, and arranged."""
     N, R = x.shape[0], h.O // groups
     fp32 = dot_in_fp32(x) or h.format == "fp32"
     bk = tile_columns(name, h, fp32)

@@ -1,4 +1,4 @@
-"""Compositions of products with what surrounds them in a decode step."""
+"""Compositions of products with adjacent operations of a decode step."""
 
 import torch
 
@@ -17,8 +17,8 @@ def linears(
     simulate: tuple[bool, ...],
     dtypes: tuple[torch.dtype | None, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """One launch for up to TOKENS tokens and SLOTS weights; for more, one a weight after those of the norm and the
-    rounding."""
+    """One launch for up to TOKENS tokens and SLOTS weights. For more, the norm and the rounding are launches of their
+    own, then there is one launch for each weight."""
     return products("linears", x, norm, eps, weights, simulate, tuple(dtype or x.dtype for dtype in dtypes))
 
 

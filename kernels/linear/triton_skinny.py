@@ -1,15 +1,15 @@
-"""Products of a few tokens (at most 8 · NH) with many rows of a weight, of which each byte is read once: that is the
-time.
+"""Products of a few tokens (at most 8 · NH) with many rows of a weight. Each byte of the weight is read once, and these
+reads take the time.
 
 A warp owns one slice of 128 columns at a time, for all rows and tokens of its program; the slices of KS warps are
-summed at the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. That is
-where an m16n8k16 product of tensor cores wants its operands, so nothing passes through shared memory and no warp waits
-for another.
+summed at the end. Lane 4r + q of a warp reads 16 bytes of weight row r and, for token r, the same columns of x. An
+m16n8k16 product of tensor cores needs its operands in these lanes, so nothing passes through shared memory and no warp
+waits for another.
 
-One or two tokens leave columns of the product unused. With MXFP4, whose decoding then costs more than the bytes, they
-are put to use (APART): column 2g + t is token t, of which only lane q = g of four holds anything. So each of the four
-blocks of 32 columns of a slice has a sum of its own, which its scale multiplies: in lane g, which has just that scale.
-Codes need no scale then, and fp16 has room for them; x is brought to its range by a power of two.
+One or two tokens leave columns of the product unused. With MXFP4 decoding then costs more than the reads, so these
+columns are used (APART): column 2g + t is token t, and only lane q = g of four holds values of it. So each of the four
+blocks of 32 columns of a slice has its own sum, which its scale multiplies in lane g, which has exactly that scale.
+Codes then need no scale and fit fp16; x is scaled into its range by a power of two.
 """
 
 import triton
@@ -37,7 +37,7 @@ from dsv4.kernels.quantize.triton_codes import (
     widen,
 )
 
-RANGE = tl.constexpr(2048)  # columns of two tokens looked at together before the products
+RANGE = tl.constexpr(2048)  # columns of two tokens that are scanned together before the products
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def fetch(
     HEAD: tl.constexpr,
     TURNED: tl.constexpr,
 ):
-    """What `inputs` works on, [32·KS·4·NH, 8]: columns k + 128·slice … of x, of NORM [K] and of CIS.
+    """The values that `inputs` works on, [32·KS·4·NH, 8]: columns k + 128·slice … of x, of NORM [K] and of CIS.
 
     at, cis_at int64 [32·KS·4·NH]: offset of the token's row; live: whether there is such a token.
     """
@@ -131,7 +131,7 @@ def inputs(
     up,
     APART: tl.constexpr,
 ):
-    """Operand [KS, 128, 8·NH] of what was fetched, in the column order of `unpack`.
+    """Operand [KS, 128, 8·NH] from the result of `fetch`, in the column order of `unpack`.
 
     NORM and inverse fp32 [32·KS·4·NH]: x is first normalised to x · inverse · NORM. TURNED: the last columns of each
     head of HEAD are rotated by CIS. APART: fp16, times up fp32 (as inverse).
@@ -160,7 +160,7 @@ def inputs(
 
 @triton.jit
 def _turned(v, cis, last):
-    """Columns [M, 8] of v as they are or, where `last`, pairs times cis."""
+    """Columns [M, 8] of v unchanged or, where `last`, pairs times cis."""
     # pairs * cis, stored back in x.dtype
     M: tl.constexpr = v.shape[0]
     a, b = tl.split(tl.reshape(widen(v), [M, 4, 2]))
@@ -171,7 +171,7 @@ def _turned(v, cis, last):
 
 @triton.jit
 def _halved(v, up):
-    """v [M, 8] times up fp32 [M], powers of two, as fp16; on a GPU bf16 is multiplied two at a time, which is as
+    """v [M, 8] times up fp32 [M], powers of two, as fp16; on a GPU bf16 is multiplied two at a time, which is also
     exact."""
     if INTERPRETED:
         v = widen(v) * up[:, None]
@@ -224,15 +224,15 @@ def _inverse_rms(X, row_at, count, K: tl.constexpr, KS: tl.constexpr, NH: tl.con
         x = widen(tl.load(X + row_at[:, None] + (k + i), mask=(t < count) & (k + i < K), other=0.0))
         total += x * x
     inverse = 1 / tl.sqrt(tl.sum(total, 1) / K + eps)
-    inverse = tl.reshape(inverse, [NH, 1, 1, T // NH, 1])  # one or two tokens: again and again
+    inverse = tl.reshape(inverse, [NH, 1, 1, T // NH, 1])  # one or two tokens: the row is read again for each
     return tl.reshape(tl.broadcast_to(inverse, [NH, 4 * KS, 8 * NH // T, T // NH, 4]), [32 * KS * 4 * NH])
 
 
 @triton.jit
 def _range(X, row_at, count, K: tl.constexpr, KS: tl.constexpr):
     """Powers of two that bring two tokens, whose rows begin at row_at int64 [2], into the middle of fp16: (up fp32
-    [32·KS·4] as lanes of x take it, down fp32 [2] that takes it back). What that flushes is below 2^−37 of the token's
-    largest value."""
+    [32·KS·4] as lanes of x take it, down fp32 [2] that takes it back). Values that become 0 are below 2^−37 of the
+    token's largest value."""
     i, t = tl.arange(0, RANGE)[None, :], tl.arange(0, 2)[:, None]
     most = tl.zeros([2, RANGE], tl.int32)
     for k in tl.static_range(0, K, RANGE):
@@ -344,11 +344,10 @@ def skinny(
     at, live: as `fetch` takes them, of the tokens that `tokens` names. W int32: words of the weight, `rows` contiguous
     rows of K columns; S its scales, uint8 (E8M0 or E4M3) or fp32 (of blocks BO × BK). W_UP, S_UP: 8 rows of W and 8
     rows of W_UP in turn. The global scale of NVFP4 is left to the caller. X, SIMULATE and NORM to TURNED: see `inputs`.
-    SPAN, a multiple of 128·KS:
-    only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM. Either looks at whole rows
-    first: row_at int64 [8·NH] or, for one or two tokens, [2], of which the first `count` are tokens. EARLY: the wait
-    for the kernels before is here, with the first EARLY − 1 (at most two) steps of the weight on the way; X, CIS, at
-    and row_at must not need it.
+    SPAN, a multiple of 128·KS: only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM.
+    APART and NORM read whole rows first: row_at int64 [8·NH] or, for one or two tokens, [2], of which the first `count`
+    are tokens. EARLY: the wait for earlier kernels is here, after the first EARLY − 1 (at most two) steps of the weight
+    are issued; X, CIS, at and row_at must not depend on those kernels.
     """
     C: tl.constexpr = (
         1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
@@ -369,10 +368,10 @@ def skinny(
     loads_begun(FP32)
     if EARLY > 2:
         await_others(True)
-    # while the first words are on the way
+    # while the first words are loaded
     inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)
     up, down = _range(X, row_at, count, K, KS) if APART else (None, None)
-    for k in tl.range(begin, end, STEP, loop_unroll_factor=2):  # w and w_next change places without moves
+    for k in tl.range(begin, end, STEP, loop_unroll_factor=2):  # w and w_next change roles without moves
         x, weight, cis = fetch(X, at, live, k, K, KS, NH, FORMAT, NORM, CIS, cis_at, HEAD, TURNED)
         w = after_loads(w, FP32)
         b = inputs(x, weight, cis, live, k, K, KS, NH, FORMAT, FP32, NORM, inverse, SIMULATE, HEAD, TURNED, up, APART)

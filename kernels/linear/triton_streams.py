@@ -11,27 +11,26 @@ from dsv4.kernels.linear.triton_weights import Held
 from dsv4.kernels.linear.triton_words import announce
 from dsv4.kernels.quantize.triton_codes import narrow
 
-FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # by number, as a kernel's constant takes them in a tuple
-TOKENS = 16  # more tokens need more products than the bytes of the weight give time for
+FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # formats by number, as a kernel's constant takes them in a tuple
+TOKENS = 16  # more tokens need more products than fit in the time of reading the weight
 SLOTS = 6  # weights of a launch
 AHEAD = 2  # steps of a weight that are fetched before the wait for earlier kernels, at most two
 
 
 def early(device: torch.device) -> int:
-    """What `skinny` takes as EARLY: 1 + the steps of a weight that are on the way before a kernel waits for those
-    before it."""
+    """The EARLY of `skinny`: 1 + the steps of a weight that are issued before a kernel waits for earlier ones."""
     return 1 + AHEAD if dependent_launch(device) else 0
 
 
 def apart(h: Held, fp32: bool, tokens: int) -> bool:
-    """Whether `skinny` takes a weight's blocks of 32 columns apart: MXFP4 and one or two tokens."""
+    """Whether `skinny` uses APART for a weight: MXFP4 and one or two tokens."""
     return h.format == "mxfp4" and tokens <= 2 and not fp32
 
 
 def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> int:
-    """Slices of a program, one a warp: the fewest that give every multiprocessor work to hide its loads behind, since
-    programs side by side also hide each other's beginning and end. At most so many that each takes two steps, with
-    words on the way."""
+    """Slices of a program, one a warp: the fewest that give every multiprocessor enough work to hide its loads;
+    parallel programs also hide each other's beginning and end. There are at most so many that each takes two steps,
+    with words loaded ahead."""
     enough, most = (5 if groups > 4 else 10) * processors(device), max(1, min(4 if fp32 else 8, next_power(K) // 256))
     ks = min(2, most)
     while ks < most and ks * tiles < enough:
@@ -40,9 +39,9 @@ def warps(K: int, fp32: bool, tiles: int, groups: int, device: torch.device) -> 
 
 
 def row_groups(h: Held, fp32: bool, rows: int, worked: bool, device: torch.device) -> int:
-    """Groups of 8 rows of a program: two, the rows of a product. Where x is worked on, normalised or quantised on the
-    way or brought to another range (`apart`), four share that, if that leaves two programs for every multiprocessor.
-    rows: of all weights of the launch."""
+    """Groups of 8 rows of a program: two, the rows of a product. If x is normalised, quantised or scaled (`apart`) in
+    the kernel, four groups share that work, provided that two programs remain for every multiprocessor. rows: of all
+    weights of the launch."""
     most = 4 if h.format not in ("bf16", "fp32") and not fp32 and (worked or h.format == "mxfp4") else 2
     return most if rows / (8 * most) >= 1.8 * processors(device) else 2
 
@@ -57,7 +56,7 @@ def stream(
 ) -> None:
     """outs[i] [N, O_i] = x [N, K] · W_iᵀ, N ≤ TOKENS, K the same for all, at most SLOTS weights that all `stream`."""
     N, K = x.shape
-    # what is compiled apart → its weights; by bytes of a row, since long work starts first
+    # compile-time constants → their weights; sorted by bytes of a row, since long work starts first
     kinds: dict[tuple, list[int]] = {}
     for i, (h, sim, out) in enumerate(zip(held, simulate, outs, strict=True)):
         fp32 = dot_in_fp32(x) or h.format == "fp32"

@@ -1,8 +1,7 @@
 """Products of many tokens: tiles of a weight, dequantised, times tiles of x.
 
-Codes are read as words, as `triton_words` says, so that what a thread loads becomes its operands without a move between
-threads; x comes in the order of columns that this gives (`arrange`). FP8 whose rows or blocks are no whole words stays
-bytes.
+Codes are read as words (`triton_words`), so that a thread's loads become its operands without a move between threads; x
+has the resulting order of columns (`arrange`). FP8 whose rows or blocks are not whole words is read as bytes.
 """
 
 import torch
@@ -19,13 +18,13 @@ ARRANGED_TILE = 1024  # columns that a program puts in order
 
 
 def order(h: Held) -> int:
-    """Codes of half a word, whose pairs give the order in which tiles of this weight take the columns of x; 0: their
-    own."""
+    """Codes of half a word. Their pairs give the order in which tiles of this weight take the columns of x; 0: the
+    original order."""
     return 4 if h.format in ("mxfp4", "nvfp4") else 2 if h.format == "fp8" and h.streams else 0
 
 
 def tile_words(h: Held) -> torch.Tensor:
-    """The weight as tiles read it: words of codes, bytes of other FP8, numbers."""
+    """The weight as tiles read it: words of codes, bytes of other FP8, or numbers."""
     if order(h):
         return (h.weight.clone() if h.weight.data_ptr() % 16 else h.weight).view(torch.int32)
     return h.weight.view(torch.uint8) if h.format == "fp8" else h.weight
@@ -36,8 +35,8 @@ def whole_lanes(K: int) -> int:
 
 
 def arrange(x: torch.Tensor, per: int) -> torch.Tensor:
-    """x [N, K] in the order `per`, with zeros up to a multiple of 128 columns; as it is for 0. Blocks of 128 stay the
-    columns that they were, so that x may be quantised before or after."""
+    """x [N, K] in the order `per`, with zeros up to a multiple of 128 columns; unchanged for 0. Blocks of 128 keep
+    their columns, so x may be quantised before or after."""
     if not per:
         return x
     (N, K), columns = x.shape, whole_lanes(x.shape[1])
@@ -120,10 +119,10 @@ def tile_product(
 
 @triton.jit
 def finished(acc):
-    """acc as it is, when the products that add to it are done.
+    """acc unchanged, after the products that add to it are done.
 
-    Otherwise Triton (3.6, 3.7) lets three of them go on into the next iteration, and counts them by their sums alone:
-    while they still read the words of this one from registers, those of the next are unpacked into the same registers.
+    Otherwise Triton (3.6, 3.7) lets three of them run into the next iteration, and tracks only their sums: while they
+    still read the words of this iteration from registers, those of the next are unpacked into the same registers.
     """
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
 
@@ -134,13 +133,13 @@ def _fp4_tile(
 ):
     """Columns k … k + BK of rows [BO], bf16 or fp32, in the order of `arrange`; zeros beyond K.
 
-    A row's 128 columns are 16 bytes each of four lanes, whose words become the lanes' operands where they are.
+    A row's 128 columns are 16 bytes in each of four lanes, and the words become the lanes' operands in place.
     """
     GROUP: tl.constexpr = 32 if FORMAT == "mxfp4" else 16
     j = k // 8 + tl.arange(0, BK // 8)
     place = W + row[:, None] * (K // 8) + j[None, :]
     w = tl.load(place) if K % BK == 0 else tl.load(place, mask=(j < K // 8)[None, :], other=0)
-    g = k // GROUP + tl.arange(0, BK // GROUP)  # 4 bytes a row or more, so that the load is begun iterations ahead
+    g = k // GROUP + tl.arange(0, BK // GROUP)  # 4 bytes a row or more, so that the load can be issued iterations ahead
     place = S + row[:, None] * (K // GROUP) + g[None, :]
     s = tl.load(place) if K % BK == 0 else tl.load(place, mask=(g < K // GROUP)[None, :], other=0)
     v = unpack(
@@ -162,7 +161,8 @@ def _fp8_tile(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """As `_fp4_tile`. E8M0 scales are in it, exactly from 2^−124 on, so that sums need not be scaled tile by tile."""
+    """`_fp4_tile` for FP8. E8M0 scales are included, exactly from 2^−124 on, so that sums need not be scaled tile by
+    tile."""
     j = k // 4 + tl.arange(0, BK // 4)
     place = W + row[:, None] * (K // 4) + j[None, :]
     w = tl.load(place) if K % BK == 0 else tl.load(place, mask=(j < K // 4)[None, :], other=0)
@@ -177,8 +177,8 @@ def _fp8_tile(
 
 @triton.jit
 def swizzle(pid, columns, rows, GROUP: tl.constexpr):
-    """(row, column) of a program: GROUP rows at a time, so that programs side by side in time share both operands in
-    L2."""
+    """(row, column) of a program: GROUP rows at a time, so that programs that run at the same time share both operands
+    in L2."""
     group = pid // (GROUP * columns)
     height = tl.minimum(rows - group * GROUP, GROUP)
     within = pid % (GROUP * columns)

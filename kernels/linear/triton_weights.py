@@ -1,4 +1,4 @@
-"""Weights as kernels take them: contiguous bytes, a format name and static shapes."""
+"""Weights in the form that kernels take: contiguous bytes, a format name and static shapes."""
 
 from typing import NamedTuple
 
@@ -37,8 +37,8 @@ class Held(NamedTuple):
 
     @property
     def streams(self) -> bool:
-        """Whether rows are whole 16-byte pieces, and blocks of scales whole slices of 128 columns: what `skinny`
-        takes."""
+        """Whether rows are whole 16-byte pieces, and blocks of scales whole slices of 128 columns, as `skinny`
+        requires."""
         return self.K * BITS[self.format] % 128 == 0 and self.weight.data_ptr() % 16 == 0 and self.block[1] % 128 == 0
 
 
@@ -73,7 +73,7 @@ def hold(name: str, w: PackedWeight) -> Held:
 
 
 def check(name: str, x: torch.Tensor, K: int) -> torch.Tensor:
-    """x [..., K] with columns side by side. Raises UnsupportedInput for another dtype or width."""
+    """x [..., K] with adjacent columns. Raises UnsupportedInput for another dtype or width."""
     if x.dtype not in DTYPES:
         raise UnsupportedInput(f"{name}: x in {x.dtype}; the triton backend takes bfloat16 and float32")
     if x.shape[-1] != K:

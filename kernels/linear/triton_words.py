@@ -1,9 +1,9 @@
 """Weights read as 32-bit words and turned into operands of a matrix product in registers.
 
 A thread reads 16 bytes (4 words) of one row: S pairs of values, S = 16 (FP4), 8 (FP8), 4 (bf16) or 2 (fp32). The order
-of the columns within those bytes does not matter to a product as long as both operands agree on it, so a pair is what
-is cheapest to unpack: for codes, two of a word that are 16 bits apart. Assembly takes one word at a time, since which
-elements of a tensor are packed together is the compiler's choice.
+of the columns within those bytes does not matter to a product as long as both operands agree on it, so a pair is chosen
+to be cheap to unpack: for codes, two codes of a word that are 16 bits apart. The assembly takes one word at a time,
+because the compiler chooses which elements of a tensor are packed together.
 """
 
 import triton
@@ -11,7 +11,8 @@ import triton.language as tl
 
 from dsv4.kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0
 
-# Products with −0 added are exact and keep the signs of zeros; bf16 has no plain multiplication before sm_90.
+# A product is written as a sum with −0, which is exact and keeps the signs of zeros; bf16 has no plain multiplication
+# before sm_90.
 _TIMES = "fma.rn.bf16x2 s, s, {by}, none;"
 _MOVE = (
     "{left}.b32 s, {word}, {sign}; {right}.b32 e, {word}, {rest}; and.b32 s, s, 0x80008000; and.b32 e, e, {mask}; "
@@ -29,7 +30,8 @@ def _pairs(bits: int, mask: str, big: str, scaled: bool) -> str:
     word = f"${2 * each}"
     lines = [".reg .b32 s, e, big, none;", f"mov.b32 big, {big};", "mov.b32 none, 0x80008000;"]
     for j in range(each):
-        sign, rest = 16 - bits - bits * j, (10 if bits == 4 else 12) - bits - bits * j  # places that the code moves up
+        # bits by which the code moves up
+        sign, rest = 16 - bits - bits * j, (10 if bits == 4 else 12) - bits - bits * j
         lines.append(
             _MOVE.format(
                 left="shl", word=word, sign=sign, mask=mask, right="shl" if rest >= 0 else "shr", rest=abs(rest)
@@ -47,8 +49,8 @@ E4M3_PAIRS = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", False))
 E4M3_SCALED = tl.constexpr(_pairs(8, "0x07f007f0", "0x7b807b80", True))
 
 
-# A word of E2M1 codes → pairs of fp16 as above, the value · 2^−14: in fp16 sign, exponent and mantissa lie within one
-# byte, so four codes move at once, those in the high nibbles of the bytes and then those in the low ones.
+# A word of E2M1 codes → pairs of fp16 as above, the value · 2^−14. In fp16 sign, exponent and mantissa lie within one
+# byte, so four codes move at once: those in the high nibbles of the bytes, then those in the low ones.
 _HALVES = (
     "and.b32 p, h, 0xff00ff00; mov.b32 {{${odd}, ${odd4}}}, p; prmt.b32 p, h, 0, 0x2404; mov.b32 {{${even}, "
     "${even4}}}, p;"
@@ -60,7 +62,7 @@ E2M1_HALVES = tl.constexpr(
     + _HALVES.format(odd=2, odd4=6, even=0, even4=4)
     + "}"
 )
-HALVES_DOWN = tl.constexpr(2.0**14)  # what takes the 2^−14 back
+HALVES_DOWN = tl.constexpr(2.0**14)  # restores the 2^−14
 
 # Four bytes ($2) → their values in the order of the columns, $0 $1.
 _E4M3 = (
@@ -90,7 +92,7 @@ ROUND_E4M3 = tl.constexpr("""{ .reg .b32 m, n, t, c, one, minus;
 
 @triton.jit
 def begin(EARLY: tl.constexpr):
-    """Let the next kernel start, and wait for the ones before; nothing but weights may be touched earlier."""
+    """Let the next kernel start, and wait for earlier kernels; only weights may be read before."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -105,17 +107,17 @@ def announce(EARLY: tl.constexpr):
 
 @triton.jit
 def await_others(EARLY: tl.constexpr):
-    """Wait for the kernels before; at once when they have been waited for."""
+    """Wait for earlier kernels; returns at once if they have been waited for."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def after_loads(w, FP32: tl.constexpr):
-    """Words [M, 4] as they are, but not before the loads above are under way.
+    """Words [M, 4] unchanged, but not before the loads above are issued.
 
-    The compiler would rather begin with words that are there, which it first waits for, and load the next ones when
-    registers become free. It moves no load past a barrier; that of a warp costs nothing.
+    The compiler would otherwise wait for the words that are loading, use them, and load the next ones when registers
+    become free. It moves no load past a barrier, and a barrier of one warp costs nothing.
     """
     if not FP32:
         w = tl.inline_asm_elementwise(
@@ -131,7 +133,7 @@ def after_loads(w, FP32: tl.constexpr):
 
 @triton.jit
 def loads_begun(FP32: tl.constexpr):
-    """The loads above are under way before anything below; see `after_loads`."""
+    """The loads above are issued before anything below; see `after_loads`."""
     if not FP32:
         tl.inline_asm_elementwise(
             "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r,~{memory}", [0], dtype=tl.int32, is_pure=False, pack=1

@@ -55,7 +55,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """E2M1 codes (integer 0 … 15) → fp32."""
     table = _VALUES.get(code.device)
-    if table is None:  # kept by device: making it copies from the host, which no CUDA graph may do
+    if table is None:  # cached by device: making it copies from the host, which no CUDA graph may do
         table = _VALUES[code.device] = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=code.device)
     return table.index_select(0, code.flatten().int()).view(code.shape)
 

@@ -1,6 +1,6 @@
-"""Dequantised weights, kept while several tokens go through a model one after another.
+"""Dequantised weights, kept while several tokens run through a model one after another.
 
-Dequantising gives the same numbers every time, so steps that share it stay what they are, to the bit.
+Dequantising gives the same numbers every time, so sharing it changes no bit of a step.
 """
 
 from collections import OrderedDict
@@ -10,14 +10,14 @@ import torch
 
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, to_float
 
-LIMIT = 1 << 30  # bytes; the least recently used go beyond
+LIMIT = 1 << 30  # bytes; above this the least recently used weights are dropped
 
 _kept: OrderedDict[tuple, torch.Tensor] | None = None
 
 
 @contextmanager
 def keeping():
-    """While it is entered, `dequantised` keeps what it makes. Weights must not change meanwhile."""
+    """While this context is entered, `dequantised` keeps its results. Weights must not change meanwhile."""
     global _kept
     before, _kept = _kept, OrderedDict() if _kept is None else _kept
     try:
@@ -27,7 +27,7 @@ def keeping():
 
 
 def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
-    """`to_float`; not to be written to."""
+    """`to_float`, kept; the result must not be written to."""
     if _kept is None or w.format is WeightFormat.DENSE:
         return to_float(w, rows)
     span = (rows or slice(None)).indices(w.out_features)
@@ -41,7 +41,7 @@ def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
 
 
 def dequantised_stack(w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
-    """fp32 [len(index), O, K]: matrices of the stack w, as they are asked for."""
+    """fp32 [len(index), O, K]: matrices of the stack w, dequantised when first used."""
     from dsv4.kernels.experts.reference import expert
 
     if _kept is None:

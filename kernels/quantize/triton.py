@@ -76,7 +76,7 @@ def _blocks(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """A tile is R blocks. A row has TOTAL of them: ROUNDED blocks of the columns to round, then the kept columns in
+    """A tile is R blocks. A row has TOTAL blocks: ROUNDED blocks of the columns to round, then the kept columns in
     blocks."""
     group, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
     row, block = group // TOTAL, (group % TOTAL).to(tl.int32)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dsv4.kernels.launch import interpreting
 
-INTERPRETED = tl.constexpr(interpreting())  # there .to(tl.bfloat16) truncates
+INTERPRETED = tl.constexpr(interpreting())  # in the interpreter .to(tl.bfloat16) truncates
 
 
 @triton.jit
@@ -46,7 +46,8 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """Bits of |x| as int32. Ordered as |x| is, NaN above everything: their maximum is that of |x|, NaN if any is."""
+    """Bits of |x| as int32, in the order of |x|, with NaN above everything: their maximum is that of |x|, or NaN if any
+    is."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -188,8 +189,8 @@ def turn(a, b, c, s):
 def hadamard_rows(x, R: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr):
     """Tile [R, D] · H_D · D^−0.5 in Sylvester's order, D = 2^STEPS.
 
-    Each step takes sums and differences over the lowest bit of the column and makes it the highest, so that after STEPS
-    of them every bit was lowest once and is back in its place.
+    Each step takes sums and differences over the lowest bit of the column and makes it the highest bit. After STEPS
+    steps every bit was the lowest once and is back in its place.
     """
     for _ in tl.static_range(STEPS):
         a, b = tl.split(tl.reshape(x, [R, D // 2, 2]))

@@ -37,7 +37,7 @@ class WeightFormat(enum.Enum):
 
 
 class PackedWeight(NamedTuple):
-    """A matrix [..., O, K] as stored; what the products take.
+    """A matrix [..., O, K] as stored; the products take this.
 
     DENSE: weight only. FP8: weight float8_e4m3fn [..., O, K], scale [..., ⌈O/bo⌉, ⌈K/bk⌉]. MXFP4: weight
     uint8 [..., O, K/2], scale float8_e8m0fnu [..., O, K/32]. NVFP4: weight uint8 [..., O, K/2], scale
@@ -125,10 +125,10 @@ def quantize_nvfp4(w: torch.Tensor, global_scale: torch.Tensor | None = None):
 def mxfp4_to_nvfp4(packed: torch.Tensor, scale: torch.Tensor, k_max: int | None = None):
     """MXFP4 → NVFP4 with the same nibbles: (bytes, E4M3 [O, K/16], fp32 scalar, inexact blocks).
 
-    With k_j the exponent of block j and k_max the largest (over w1 and w3 of an expert, which share
-    it: pass it), global = 2^(k_max − 8) and scale_j = 2^(k_j − k_max + 8). E4M3 holds 2^8 … 2^−9, so
-    blocks with k_max − k_j ≤ 17 are exact; the count of the others is returned and is the
-    caller's to refuse. Blocks of zeros are exact with any scale.
+    With k_j the exponent of block j and k_max the largest (over w1 and w3 of an expert, which share it: pass it),
+    global = 2^(k_max − 8) and scale_j = 2^(k_j − k_max + 8). E4M3 holds 2^8 … 2^−9, so blocks with k_max − k_j ≤ 17 are
+    exact; the count of the others is returned, and the caller may refuse them. Blocks of zeros are exact with any
+    scale.
     """
     k = scale.view(torch.uint8).int() - 127
     k_max = int(k.max()) if k_max is None else k_max
@@ -147,8 +147,8 @@ def mxfp4_to_nvfp4(packed: torch.Tensor, scale: torch.Tensor, k_max: int | None 
 def nvfp4_to_mxfp4(packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor):
     """NVFP4 → MXFP4 with the same nibbles: (bytes, E8M0 [O, K/32]).
 
-    Exact only if both 16-blocks of each 32-block have the same power-of-two scale. Raises
-    InexactConversion with the count of blocks that have not.
+    Exact only if both 16-blocks of each 32-block have the same power-of-two scale. Raises InexactConversion with the
+    count of blocks that do not.
     """
     step = (scale.float() * global_scale).unflatten(-1, (-1, 2))
     mantissa, exponent = torch.frexp(step)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dsv4.kernels.rms_norm import reference
 
-PROGRAMS = 528  # of the way back, each of which sums the weight's gradient over its rows
+PROGRAMS = 528  # programs of the backward pass, each of which sums the weight's gradient over its rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

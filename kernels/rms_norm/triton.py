@@ -49,14 +49,14 @@ rms_norm.__doc__ = reference.rms_norm.__doc__
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as [M, D] with adjacent columns: a view where its strides allow one."""
+    """x [..., D] as [M, D] with adjacent columns: a view if its strides allow one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
 def row_tile(rows: int, columns: int) -> tuple[int, int, int]:
-    """(rows of a program, columns padded to a power of two, warps). Few rows get a program each: more processors
-    work."""
+    """(rows of a program, columns padded to a power of two, warps). Few rows get a program each, so that more
+    processors work."""
     B = next_power(columns)
     R = max(1, TILE // B) if rows >= MANY else 1
     return R, B, min(16, max(1, R * B // 512))
@@ -73,7 +73,7 @@ def normed(x, eps, D: tl.constexpr):
 def _rms_norm(
     X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr
 ):
-    """Weights are loaded before the wait for the kernel that makes x."""
+    """Weights are loaded before the wait for the kernel that computes x."""
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
     live, weight = (row[:, None] < M) & (i[None, :] < D), 1.0
     if WEIGHED:

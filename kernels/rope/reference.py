@@ -26,8 +26,8 @@ def inverse_frequencies(rope_dim: int, theta: float, yarn=None) -> torch.Tensor:
 
     low = max(math.floor(corrected_dim(yarn.beta_fast)), 0)
     high = min(math.ceil(corrected_dim(yarn.beta_slow)), rope_dim - 1)
-    # Beyond the last pair low may exceed high; the ramp then falls, in the official code and in transformers.
-    span = high - low if high != low else 0.001  # a ramp of no width would divide by zero
+    # Beyond the last pair low may exceed high; the ramp then falls, as in the official code and in transformers.
+    span = high - low if high != low else 0.001  # a ramp of width 0 would divide by zero
     ramp = ((torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu") - low) / span).clamp(0, 1)
     return f / yarn.factor * ramp + f * (1 - ramp)
 

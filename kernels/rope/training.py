@@ -1,4 +1,5 @@
-"""Rotation out of place, differentiable: autograd keeps what it rotated. The way back rotates by the conjugate."""
+"""Rotation out of place, differentiable: autograd keeps the rotated values. The backward pass rotates by the
+conjugate."""
 
 import torch
 import triton
@@ -8,8 +9,8 @@ ROWS = 32
 
 
 def rotate(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
-    """As the reference, but returns a new tensor and leaves x alone. x [N, D] or [N, H, D]; cis [N, d/2] or [N, 1,
-    d/2]."""
+    """Computes what the reference does, but returns a new tensor and does not change x. x [N, D] or [N, H, D]; cis [N,
+    d/2] or [N, 1, d/2]."""
     if x.is_cuda:
         return _Rotate.apply(x, torch.view_as_real(cis), 1.0)
     half = cis.shape[-1]
@@ -52,7 +53,8 @@ def _rotate(X, CIS, Y, M, heads, sign, D: tl.constexpr, TURNED: tl.constexpr, BL
     turned = live & (i[None, :] >= D - TURNED)
     x = tl.load(X + row[:, None] * D + i[None, :], mask=live, other=0.0).to(tl.float32)
     cis = tl.load(CIS + (row // heads)[:, None] * TURNED + i[None, :] - (D - TURNED), mask=turned, other=0.0)
-    cis = tl.where(turned, cis, (i[None, :] % 2 == 0).to(tl.float32))  # what is not turned is turned by 1 + 0i
+    # columns that are not rotated are rotated by 1 + 0i
+    cis = tl.where(turned, cis, (i[None, :] % 2 == 0).to(tl.float32))
     # whole rows are loaded: every other element would be twice the traffic
     a, b = tl.split(tl.reshape(x, [ROWS, BLOCK // 2, 2]))
     c, s = tl.split(tl.reshape(cis, [ROWS, BLOCK // 2, 2]))

@@ -36,7 +36,7 @@ rotate.__doc__ = reference.rotate.__doc__
 
 
 class Turns(NamedTuple):
-    """Rotations in memory: cis fp32 [C, d/2, 2] (cos, sin); row r of the rows to turn takes cis[r // heads]."""
+    """Rotations in memory: cis fp32 [C, d/2, 2] (cos, sin); row r of the rows to rotate uses cis[r // heads]."""
 
     cis: torch.Tensor
     heads: int

@@ -1,4 +1,4 @@
-"""Rotary position embedding by halves of a head, and the rows of a step into the cache of keys and values."""
+"""Rotary position embedding by halves of a head, and the write of a step's rows into the cache of keys and values."""
 
 from dsv4.kernels.dispatch import Operation
 from dsv4.kernels.rotary_rows import reference, training

@@ -1,10 +1,10 @@
-"""Rotary position embedding in the manner of Llama (dims i and i + D/2 are a pair), and the write to the cache."""
+"""Rotary position embedding as in Llama (dims i and i + D/2 are a pair), and the write to the cache."""
 
 import torch
 
 
 def rotate_halves(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
-    """x [N, heads, D], cis complex64 [N, D/2] → fp32 [N, heads, D]: (x_i, x_{i+D/2}) turns by cis_i."""
+    """x [N, heads, D], cis complex64 [N, D/2] → fp32 [N, heads, D]: (x_i, x_{i+D/2}) is rotated by cis_i."""
     cos, sin = cis.real.unsqueeze(1), cis.imag.unsqueeze(1)
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

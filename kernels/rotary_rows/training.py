@@ -1,5 +1,5 @@
-"""Rotation of whole sequences, out of place and differentiable: what would be stored in a cache is handed to attention
-as it is."""
+"""Rotation of whole sequences, out of place and differentiable: the rows that would be stored in a cache are passed to
+attention directly."""
 
 import torch
 import triton
@@ -12,14 +12,14 @@ ROWS = 32
 
 
 class Whole:
-    """In the place of a layer's cache of keys or of values: the rows [B, T, KV, D] of whole sequences."""
+    """Replaces a layer's cache of keys or of values: the rows [B, T, KV, D] of whole sequences."""
 
     rows: torch.Tensor
 
 
 def rotary_rows(q, k, v, biases, cis, keys: Whole, values: Whole, start) -> torch.Tensor:
-    """As the reference, for sequences that begin at position 0: keys and values are left in `keys` and `values`. start:
-    [B]."""
+    """Computes what the reference does, for sequences that begin at position 0: keys and values are left in `keys` and
+    `values`. start: [B]."""
     B, (N, half) = start.shape[0], cis.shape
     if biases is not None:
         q, k, v = ((x + bias).to(x.dtype) for x, bias in zip((q, k, v), biases))
@@ -34,7 +34,7 @@ def _turn(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
 
 
 class _Turn(torch.autograd.Function):
-    """The way back turns by the conjugate."""
+    """The backward pass rotates by the conjugate."""
 
     @staticmethod
     def forward(ctx, x, cis, sign):
@@ -57,6 +57,6 @@ def _turn_rows(X, CIS, Y, M, heads, sign, D: tl.constexpr, P: tl.constexpr, R: t
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, P)
     live = (row[:, None] < M) & (i[None, :] < D // 2)
     a, b = halves(X, X, row, i, live, D, 0, D, False)
-    # turning by the conjugate is mirroring, turning, mirroring back
+    # rotation by the conjugate is mirroring, rotating, mirroring back
     u, v = turned(a, b * sign, CIS, row // heads, i, live, D)
     put(Y, row, u, v * sign, i, live, D)

@@ -1,4 +1,5 @@
-"""Biases, rotation by halves, and rows into the cache on a GPU: one kernel for queries, keys and values."""
+"""Biases, rotation by halves, and the write of rows into the cache on a GPU: one kernel for queries, keys and
+values."""
 
 import torch
 import triton
@@ -10,7 +11,7 @@ from dsv4.kernels.launch import dependent_launch, next_power, require_device
 from dsv4.kernels.quantize.triton_codes import narrow, turn, widen
 from dsv4.kernels.rotary_rows import reference
 
-MANY, ROWS = 1024, 16  # tokens from which a program takes several of one head, and how many
+MANY, ROWS = 1024, 16  # tokens from which on a program takes several tokens of one head, and how many
 
 
 def rotary_rows(q, k, v, biases, cis, keys, values, start) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Expert routing by score (sqrtsoftplus, bias for selection only) and by token hash."""
+"""Expert routing by score (sqrtsoftplus, with a bias for selection only) and by token hash."""
 
 from dsv4.kernels.dispatch import Operation
 from dsv4.kernels.router import cpu, reference, training

@@ -1,4 +1,4 @@
-"""Routing of a single token on a host processor: a dozen tensor operations on a few numbers, done on the numbers
+"""Routing of a single token on a host processor: a dozen tensor operations on a few numbers, done on Python numbers
 instead."""
 
 import math

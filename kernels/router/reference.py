@@ -14,7 +14,7 @@ def router_scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def routing_weights(scores: torch.Tensor, indices: torch.Tensor, routed_scaling_factor: float) -> torch.Tensor:
-    """Unbiased scores of the chosen experts, normalised to sum to routed_scaling_factor.
+    """Unbiased scores of the chosen experts, normalised so that their sum is routed_scaling_factor.
 
     scores fp64 [N, E]; indices int64 [N, k]. Returns fp32 [N, k].
     """

@@ -1,7 +1,7 @@
 """Expert routing on a GPU.
 
-By score: the logits of a few tokens in pieces of the columns, so that the gate's 2 MB are read by the whole GPU; then a
-warp a token sums the pieces and chooses. By hash: a program a token, which reads the rows of its experts only.
+By score: the logits of a few tokens are computed in pieces of the columns, so that the whole GPU reads the gate's 2 MB;
+then one warp a token sums the pieces and chooses. By hash: one program a token reads the rows of its experts only.
 """
 
 import torch
@@ -19,8 +19,8 @@ from dsv4.kernels.quantize.triton_codes import widen
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 from dsv4.kernels.router import reference
 
-PIECE = 512  # columns of a program's share of the logits
-SLICES = 4  # of 128 columns, that its warps take side by side
+PIECE = 512  # columns of a program's part of the logits
+SLICES = 4  # slices of 128 columns that its warps take in parallel
 MAX_EXPERTS = 4096
 HASH_COLUMNS = 4096
 
@@ -91,7 +91,7 @@ def _scored(x, h, bias, indices, weights, factor: float) -> None:
 def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
     require_device("route_hashed", x, weight, tid2eid, ids)
     x = check("route_hashed", x, weight.shape[1])
-    hold("route_hashed", PackedWeight(WeightFormat.DENSE, weight))  # refuses dtypes
+    hold("route_hashed", PackedWeight(WeightFormat.DENSE, weight))  # raises for unsupported dtypes
     (N, D), k = x.shape, tid2eid.shape[1]
     indices, weights = _results(x, k)
     early = dependent_launch(x.device)
@@ -180,8 +180,8 @@ def _score(logit):
 
 @triton.jit
 def _weigh(logit, live, factor):
-    """Weights fp32 of the chosen experts' logits fp32 [B]. Far below 0 a score is e^(l/2), which vanishes later than
-    e^l; where all lie there, scores relative to the largest neither vanish nor sum to 0."""
+    """Weights fp32 of the chosen experts' logits fp32 [B]. Far below 0 a score is e^(l/2), which underflows later than
+    e^l. If all logits are there, scores relative to the largest neither underflow nor sum to 0."""
     # chosen / chosen.sum(-1, keepdim=True) * routed_scaling_factor
     top = tl.max(tl.where(live, logit, float("-inf")), 0)
     far = tl.exp(0.5 * tl.minimum(tl.where(top < -80, logit - top, logit), 0.0))
@@ -255,6 +255,6 @@ def _look_up(
     tl.store(INDICES + token * K + j, chosen, mask=j < K)
     tl.store(WEIGHTS + token * K + j, tl.sum(total, 1), mask=j < K)
     tl.debug_barrier()
-    # read back, one a lane: a sum leaves all with every lane
+    # read back, one per lane: a sum would leave all of them in every lane
     logit = tl.load(WEIGHTS + token * K + j, mask=j < K, other=0.0)
     tl.store(WEIGHTS + token * K + j, _weigh(logit, j < K, factor), mask=j < K)

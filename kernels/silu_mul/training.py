@@ -1,4 +1,4 @@
-"""The gate of whole sequences, differentiable: nothing wider than the inputs is kept for the way back."""
+"""The gate of whole sequences, differentiable: nothing wider than the inputs is kept for the backward pass."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Tiles of a cache in host memory, staged on the device as they are chosen."""
+"""Tiles of a cache in host memory, staged on the device when they are chosen."""
 
 from dsv4.kernels.dispatch import Operation
 from dsv4.kernels.staging import reference

@@ -10,7 +10,7 @@ from dsv4.kernels.staging.table import OLDEST, Pool, SlotTable
 def check_lists(
     table: SlotTable, pools: tuple[Pool, ...], wanted: torch.Tensor, start: torch.Tensor, unit: int, tail: bool
 ) -> None:
-    """Raise UnsupportedInput where a list could need more slots than there are, or shapes do not fit."""
+    """Raise UnsupportedInput if a list could need more slots than there are, or if shapes do not fit."""
     (G, slots), n = table.held.shape, wanted.shape[-1]
     if wanted.dtype not in (torch.int32, torch.int64) or wanted.dim() != 2 or wanted.shape[0] != G:
         raise UnsupportedInput(f"fetch takes lists int32 or int64 [{G}, n]; found {wanted.dtype} {tuple(wanted.shape)}")
@@ -45,17 +45,16 @@ def fetch(
     tail: bool,
     run: int = 0,
 ) -> torch.Tensor:
-    """Stage the wanted items: [G, n] in wanted's dtype, the slot where each now stands, −1 where nothing was wanted.
+    """Stage the wanted items. Returns [G, n] in wanted's dtype: the slot of each item, −1 where nothing was wanted.
 
     wanted int32 or int64 [G, n]: items, each at most once, −1 = nothing, n ≤ slots. start int64 [rows], G a multiple of
     rows: a row's tokens from there on are new, so items from since = start // unit on have changed in host memory and
-    are forgotten first. tail:
-    item since[row] itself is being written and stands in the tail slot, number `slots`, which is neither a hit nor a
-    miss. Wanted items that a slot holds are hits; the misses are copied from host memory to the slots that were wanted
-    longest ago, of equals the lowest, and never to one that is wanted now: in the order of the list, to these slots
-    from the lowest on. Slots that were never wanted, or not for 255 fetches, are equals. run: slots of group g count
-    from g · run on, so that the result addresses one pool of all groups. No host decision: what is copied is known on
-    the device alone. Raises UnsupportedInput.
+    are unstaged first. tail: item since[row] is being written in the tail slot, number `slots`, and counts neither as a
+    hit nor as a miss. Wanted items that a slot holds are hits. Misses are copied from host memory to the least recently
+    wanted slots, of equal age the lowest, and never to a slot that is wanted now: in the order of the list, to these
+    slots from the lowest on. Slots that were never wanted, or not for 255 fetches, are of equal age. run: slots of
+    group g are numbered from g · run on, so that the result addresses one pool of all groups. The host decides nothing:
+    only the device knows what is copied. Raises UnsupportedInput.
     """
     check_lists(table, pools, wanted, start, unit, tail)
     G, L = table.held.shape
@@ -87,7 +86,7 @@ def fetch(
 
 
 def _copy(pool: Pool, taken: torch.Tensor, item: torch.Tensor) -> None:
-    """Items [G, slots] to the slots that are taken."""
+    """Copy items [G, slots] to their slots, where there is one to copy."""
     host, staged = pool
     group, per = torch.arange(host.shape[0], device=staged.device).unsqueeze(1), host.shape[2]
     slot = torch.arange(taken.shape[1], device=staged.device).expand_as(item)
@@ -107,12 +106,13 @@ def write_back(
     mean: torch.Tensor | None,
     block: int,
 ) -> None:
-    """Take in the token at start[b] of every row, whose key and value stand at row start[b] % block of the tail slot.
+    """Write the token at start[b] of every row, whose key and value are in row start[b] % block of the tail slot, to
+    host memory.
 
     keys, values [B, KV, (slots + 1) · block, D], the tail slot last; host_keys, host_values [B, KV, S, D]; start int64
-    [B]; low, high, mean [B, KV, S / block, D] or None, as in `summarise_blocks`. The token is written through to host
-    memory; if the tail slot held another block than start[b] // block (a rewind, a prompt), the rows before the token
-    are read back from host memory first; the block is summarised.
+    [B]; low, high, mean [B, KV, S / block, D] or None, as in `summarise_blocks`. If the tail slot held another block
+    than start[b] // block (a rewind, a prompt), the rows before the token are first read back from host memory. The
+    block is summarised.
     """
     (B, KV, S, D), device = host_keys.shape, keys.device
     group, i = torch.arange(B * KV, device=device), torch.arange(block, device=device)

@@ -1,4 +1,4 @@
-"""Which tile of host memory each staging slot holds, and where tiles stand."""
+"""Which tile of host memory each staging slot holds, and in which slot each tile is."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import torch
 
 from dsv4.kernels.errors import UnsupportedInput
 
-OLDEST = 255  # steps since a slot was wanted, beyond which nobody counts; 8 bits
+OLDEST = 255  # steps since a slot was wanted, beyond which ages count as equal; 8 bits
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -14,10 +14,10 @@ class SlotTable(NamedTuple):
     """State of the staging slots of G groups (a group: one row and KV head, or one row), all on the device.
 
     held int32 [G, slots]: item that a slot holds, −1 none. used int64 [G, slots]: `clock` when it was last wanted, 0
-    never. clock int64 [G]: fetches so far. count int64 [G, 2]: hits and misses so far. current int32 [G]: item that the
-    tail slot (behind the others, for the item that is still being written) holds, −1 none. where int32 [G, N]: slot of
-    each item, of worth only where that slot holds the item (so it is never cleared); order int32 [G, slots]: scratch.
-    The GPU's kernels alone use these two.
+    never. clock int64 [G]: fetches so far. count int64 [G, 2]: hits and misses so far. current int32 [G]: item in the
+    tail slot (after the others, for the item that is still being written), −1 none. where int32 [G, N]: slot of each
+    item, valid only if that slot holds the item (so it is never cleared); order int32 [G, slots]: scratch. Only the
+    GPU's kernels use these two.
     """
 
     held: torch.Tensor
@@ -30,11 +30,11 @@ class SlotTable(NamedTuple):
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """What `fetch` and `write_back` define: all but the scratch."""
+        """The state that `fetch` and `write_back` define: everything except the scratch."""
         return self.held, self.used, self.clock, self.count, self.current
 
     def forget(self, since: int | torch.Tensor = 0) -> None:
-        """Drop the staged items from number `since` (int, or [G, 1]) on, and the tail: their rows in host memory have
+        """Unstage the items from number `since` (int, or [G, 1]) on, and the tail: their rows in host memory have
         changed, or are about to."""
         stale = self.held >= since
         self.held.masked_fill_(stale, -1)
@@ -61,7 +61,7 @@ def new_table(groups: int, items: int, slots: int, device: torch.device | str) -
 
 class Pool(NamedTuple):
     """Items in host memory and their staging slots, as words: host [G, pages, per, width], staged [G, pages', per,
-    width], strided views whose words of an item lie side by side. Item or slot i is at [:, i // per, i % per]."""
+    width], strided views in which the words of an item are adjacent. Item or slot i is at [:, i // per, i % per]."""
 
     host: torch.Tensor
     staged: torch.Tensor
@@ -86,7 +86,7 @@ def items_of(rows: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def paired(host: torch.Tensor, staged: torch.Tensor) -> Pool:
-    """A pool of the same items [G, pages, per, width] at two places, as the widest words that both can be read in."""
+    """A pool of items [G, pages, per, width] at two places, as the widest words in which both can be read."""
     if host.dtype is not staged.dtype or host.shape[0] != staged.shape[0] or host.shape[2:] != staged.shape[2:]:
         raise UnsupportedInput(
             f"items {host.dtype} {tuple(host.shape)} cannot be staged in {staged.dtype} {tuple(staged.shape)}; "

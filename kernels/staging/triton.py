@@ -1,8 +1,8 @@
 """Staging of tiles from host memory on a GPU: kernels read and write the mapped pages themselves.
 
-`host` tensors are CUDA tensors over pinned pages of the host (dsv4.host_tier.memory). No copy engine is asked, for a
-copy's source would have to be known when the graph is captured; programs of the misses read over the link, those of the
-hits end at once.
+`host` tensors are CUDA tensors over pinned pages of the host (dsv4.host_tier.memory). No copy engine is used, because a
+copy's source would have to be known when the graph is captured. Programs of misses read over the link, those of hits
+end at once.
 """
 
 import torch
@@ -17,7 +17,7 @@ from dsv4.kernels.staging import reference
 from dsv4.kernels.staging.table import OLDEST, Pool, SlotTable
 
 CHUNK = 1024  # words that a program copies: 8 KB, as 16 B loads of 128 threads, four each in flight
-CHANNELS = 64  # that a program of `write_back` holds at a time
+CHANNELS = 64  # numbers that a program of `write_back` holds at a time
 LARGEST = 1 << 8  # tokens of a block
 LISTED = 1 << 12  # wanted items, and slots, of a group
 
@@ -31,8 +31,8 @@ def fetch(
     tail: bool,
     run: int = 0,
 ) -> torch.Tensor:
-    """As the reference, for up to 4096 slots a group and one or two pools. Two launches, whatever is wanted: a step of
-    a layer pays the first of them for finding out, and what it does not find for the bytes."""
+    """Computes what the reference does, for up to 4096 slots a group and one or two pools. There are always two
+    launches: a step of a layer pays the first for the search, and the second for the missing bytes."""
     require_device("fetch", *table, wanted, start, *(t for pool in pools for t in pool))
     reference.check_lists(table, pools, wanted, start, unit, tail)
     (G, n), slots = wanted.shape, table.held.shape[1]
@@ -70,7 +70,7 @@ def fetch(
     first, second = pools[0], pools[-1]
     chunks = [min(CHUNK, max(1, next_power(p.host.shape[3]))) for p in pools]
     parts = [triton.cdiv(p.host.shape[3], c) for p, c in zip(pools, chunks)]
-    both = parts == [1, 1]  # small items: one program has the loads of both pools in flight
+    both = parts == [1, 1]  # small items: one program loads from both pools at a time
     _copy[(1 if both else sum(parts), n, G)](
         found,
         missing,
@@ -104,15 +104,15 @@ fetch.__doc__ = f"{reference.fetch.__doc__}\n\n    {fetch.__doc__}"
 
 
 def place_warps(size: int) -> int:
-    """Of the program that finds slots for a group's list; size: of the list and the slots the larger. One warp needs no
-    barriers."""
+    """Warps of the program that finds slots for a group's list; size: the larger of the list and the slots. One warp
+    needs no barriers."""
     return 1 if size <= 64 else 4 if size <= 512 else 8
 
 
 @triton.jit
 def _oldest(age, wanted):
-    """(a, older): the largest age that at least `wanted` slots have or exceed, and how many exceed it. Four bits at a
-    time: sorting 1024 slots would take 55 exchanges."""
+    """(a, older): the largest age that at least `wanted` slots have or exceed, and how many exceed it. It finds four
+    bits at a time; sorting 1024 slots would take 55 exchanges."""
     bins = tl.arange(0, 16)
     there = tl.sum(((age >> 4)[:, None] == bins[None, :]).to(tl.int32), 0)
     high = tl.max(tl.where(tl.cumsum(there, 0, reverse=True) >= wanted, bins, 0), 0)
@@ -146,8 +146,8 @@ def _place(
     OLDEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a group: hits by the slot that an item had last, if it still holds it; misses to the slots wanted
-    longest ago."""
+    """One program a group. A hit is the slot that an item had last, if it still holds it; misses get the least recently
+    wanted slots."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -161,11 +161,11 @@ def _place(
     if TAIL:
         rest = rest & (item != since)
     slot = tl.load(WHERE + g * items + item, mask=rest, other=-1)
-    # what is stale is no hit, whether or not that has been written down yet
+    # a stale item is no hit, whether or not the table already says so
     there = rest & (slot >= 0) & (item < since)
     hit = there & (tl.load(HELD + g * slots + slot, mask=there, other=-1) == item)
     miss = rest & ~hit
-    tl.debug_barrier()  # all threads have read what is written from here on
+    tl.debug_barrier()  # after this all threads have read the values that are overwritten below
     tl.store(CLOCK + g, now)
     tl.store(HELD + g * slots + s, -1, mask=stale)
     tl.store(USED + g * slots + s, 0, mask=stale)
@@ -176,8 +176,8 @@ def _place(
         used = tl.load(USED + g * slots + s, mask=s < slots, other=0)
         age = tl.where(used == 0, OLDEST, tl.minimum(now - used, OLDEST)).to(tl.int32)
         bound, older = _oldest(tl.where(s < slots, age, 0), misses)
-        # how many before a slot are older than the bound, and as old: of those as old the lowest are taken, as many as
-        # are short
+        # for each slot, how many slots before it are older than the bound, and how many as old: of the latter the
+        # lowest are taken, as many as are needed
         passed = tl.cumsum((age > bound).to(tl.int32) + ((age == bound).to(tl.int32) << 16), 0)
         equal, short = passed >> 16, misses - older
         taken = (s < slots) & ((age > bound) | ((age == bound) & (equal <= short)))
@@ -256,7 +256,7 @@ def _copy(
     BOTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (j, i, g): chunk j of the i-th wanted item of a group, if it was missing; BOTH: its only chunk in either
+    """Program (j, i, g): chunk j of the i-th wanted item of a group, if it was a miss; BOTH: its only chunk in either
     pool."""
     if PDL:
         gdc_launch_dependents()
@@ -303,7 +303,7 @@ def write_back(
     mean: torch.Tensor | None,
     block: int,
 ) -> None:
-    """As the reference, for contiguous bf16 and fp32; raises UnsupportedInput beyond."""
+    """Computes what the reference does, for contiguous bf16 and fp32; raises UnsupportedInput beyond."""
     require_device("write_back", keys, values, host_keys, host_values, start, table.current, low, high, mean)
     (B, KV, S, D), slots, pdl = host_keys.shape, table.held.shape[1], dependent_launch(keys.device)
     check_rows(keys, values, host_keys, host_values, start, (slots + 1) * block, block, low, high, mean)
@@ -367,7 +367,7 @@ def check_rows(keys, values, host_keys, host_values, start, staged: int, block: 
 @triton.jit
 def _row(NEAR, FAR, near, far, at, before, own, back, WHOLE: tl.constexpr):
     """A slice of the tail: the token's row, and those before it if `WHOLE`. The latter come from host memory if `back`;
-    the token's goes there."""
+    the token's is written to it."""
     x = tl.load(NEAR + near + at, mask=own | (before & (back == 0) & WHOLE), other=0.0)
     if back != 0:
         old = tl.load(FAR + far + at, mask=before, other=0.0)
@@ -406,7 +406,7 @@ def _write_back(
     start = tl.load(START + g // heads)
     number, row = start // BLOCK, start % BLOCK
     back = (tl.load(CURRENT + g) != number).to(tl.int32)
-    tl.debug_barrier()  # all have read what the last lines write
+    tl.debug_barrier()  # all threads have read the values that the last lines write
     near, far, count = (g * (slots + 1) + slots) * BLOCK * D, (g * room + number * BLOCK) * D, (row + 1).to(tl.float32)
     for first in tl.static_range(0, D, BD):
         d = first + tl.arange(0, BD)
