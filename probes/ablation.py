@@ -1,5 +1,4 @@
-"""What a layer's attention would give without one of its parts, or with a known mistake in one: by these a fault is
-named.
+"""A layer's attention without one of its parts, or with a known mistake in one. Comparison with these names a fault.
 
 `found`: the oracle's points of a layer (`dsv4.probes.measure.points_at`); picks int64 [B, Q, k]: what each query
 selects, None but on CSA layers. Outputs are attn_out [B, Q, d] at the positions found["at"].
@@ -23,7 +22,7 @@ SCALES = {
     "softmax scale doubled": 2.0,
     "softmax scale halved": 0.5,
 }
-EXPLAINED = 0.3  # of a difference may be left where a mistake explains it
+EXPLAINED = 0.3  # share of a difference that may be left if a mistake explains it
 
 
 def projected(layer: Layer, found: dict, o: torch.Tensor) -> torch.Tensor:
@@ -82,7 +81,7 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
         return {}
     at, n, r, W = found["at"], found["compressed_kv"].shape[1], layer.ratio, layer.config.sliding_window
     chosen = own if own is not None else _first(found, torch.clamp((at + 1) // r, max=n), n)
-    few = (at + 1) // r <= (layer.config.index_topk if r == 4 else n)  # where all that is visible is attended to
+    few = (at + 1) // r <= (layer.config.index_topk if r == 4 else n)  # layers that attend to everything visible
 
     def ruled(count: torch.Tensor) -> torch.Tensor:
         rows = _first(found, count.clamp(0, n), n)
@@ -119,7 +118,7 @@ def _first(found: dict, count: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _sinks(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[str, Callable]]:
-    """Mistakes in what the sink adds: a factor of o, by its mass."""
+    """Mistakes in the sink's contribution: a factor of o, by its mass."""
 
     def scaled(form) -> torch.Tensor:
         o, masses = attended(layer, found, own)
@@ -142,7 +141,7 @@ def _against_next(layer: Layer) -> torch.Tensor:
 
 
 def _projections(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[str, Callable]]:
-    """Mistakes in values and in the way from heads to the output."""
+    """Mistakes in values and in the projection from heads to the output."""
     c, R = layer.config, layer.config.qk_rope_head_dim
     o = lambda: attended(layer, found, own)[0]
     still = lambda: torch.cat((o()[..., :-R], torch.zeros_like(o()[..., -R:])), -1)
@@ -168,7 +167,7 @@ def _projections(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tupl
 def blame(
     out: torch.Tensor, wanted: torch.Tensor, known: dict[str, tuple[str, Callable]], default: str
 ) -> tuple[str, str]:
-    """(part, note): the mistake that makes what is seen, if one leaves at most `EXPLAINED` of the difference to
+    """(part, note): the mistake that gives the seen output, if one leaves at most `EXPLAINED` of the difference to
     `wanted`."""
     away = lambda made: torch.nan_to_num((out - made).norm(), nan=float("inf"), posinf=float("inf")).item()
     whole = away(wanted)

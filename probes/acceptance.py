@@ -1,4 +1,5 @@
-"""Which drafts stay and how many are drafted: what both decoders use, against loops and arithmetic written out here."""
+"""Acceptance of drafts and choice of draft sizes, as both decoders use them, against loops and arithmetic written out
+here."""
 
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Polic
 from dsv4.speculation.policy_device import on_device
 
 TARGET = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05], [0.05, 0.05, 0.6, 0.3, 0.0], [0.0, 0.25, 0.25, 0.25, 0.25]])
-PROPOSALS = {  # what drafts of two places are drawn from; None: tokens 0 and 2, always
+PROPOSALS = {  # distributions of drafts at two places; None: always tokens 0 and 2
     "uniform": torch.full((2, 5), 0.2),
     "sharper than the target": torch.tensor([[0.9, 0.1, 0, 0, 0], [0, 0, 1.0, 0, 0]]),
     "apart from the target": torch.tensor([[0.1, 0.1, 0.1, 0.1, 0.6], [0, 0, 0, 0, 1.0]]),
@@ -41,8 +42,8 @@ def acceptance(seed: int, device: torch.device) -> Iterator[Check]:
 
 
 def greedy(accept, where: str, seed: int) -> Iterator[Check]:
-    """A ragged batch: rows of 0 … W drafts of which the first few, or all but one in the middle, are what the model
-    chose."""
+    """A ragged batch: rows of 0 … W drafts, of which the first few, or all but one in the middle, equal the model's
+    choice."""
     g, W, V = torch.Generator().manual_seed(seed), 6, 11
     best = torch.randint(0, V, (200, W + 1), generator=g)
     logits = torch.rand(200, W + 1, V, generator=g).scatter_(2, best.unsqueeze(-1), 2.0)
@@ -79,8 +80,8 @@ def greedy(accept, where: str, seed: int) -> Iterator[Check]:
 
 
 def sampled(name: str, q: torch.Tensor | None, seed: int) -> Iterator[Check]:
-    """Many rows of two drafts: the token at each place must have the target's distribution, and as many drafts stay as
-    may."""
+    """Many rows of two drafts: the token at each place must have the target's distribution, and the number of accepted
+    drafts must fit."""
     for decoder, decided in (("generate_speculative", by_generator), ("Rounds", by_counted_noise)):
         yield from distributed(f"{decoder}, drafts: {name}", q, *decided(q, seed))
 
@@ -122,7 +123,7 @@ def by_counted_noise(q: torch.Tensor | None, seed: int) -> Accepted:
 
 
 def distributed(where: str, q: torch.Tensor | None, count: torch.Tensor, tokens: torch.Tensor) -> Iterator[Check]:
-    """What was accepted of drafts of q against the target."""
+    """Drafts of q, accepted against the target."""
     about = dict(where=where, part="rejection sampling")
     worst, samples = 0.0, 0
     for place in range(3):
@@ -161,8 +162,8 @@ def chi_square(tokens: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def never_at_zero() -> Check:
-    """A draft of target probability 0 goes even at u = 0; one that the target is sure of stays even at the largest
-    u."""
+    """A draft of target probability 0 is rejected even at u = 0; one of target probability 1 is accepted even at the
+    largest u."""
     p = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]] * 2)
     count, tokens = loop.accept_sampled(
         p,

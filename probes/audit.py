@@ -63,7 +63,7 @@ def open_subject(
 
 
 def parts_of(rest: str, numerics: str, backend: str) -> tuple[str, str]:
-    """'native:cpu' or 'qat:fp32:cpu' as numerics and backend; what is not said stays."""
+    """'native:cpu' or 'qat:fp32:cpu' as numerics and backend; missing parts keep their defaults."""
     if not rest:
         return numerics, backend
     if rest in NUMERICS:
@@ -107,7 +107,7 @@ def _audit(
     started, sections, others = time.time(), [], {}
     for name in names or (*CATALOGUE, *(beside for beside, can in BESIDE.items() if can in subject.can)):
         if name not in available():
-            probe_named(name) if names else None  # raises for a name nobody knows
+            probe_named(name) if names else None  # raises for an unknown name
             sections.append(
                 Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0)
             )
@@ -129,8 +129,8 @@ def _audit(
 
 @dataclass(frozen=True)
 class Shown:
-    """What is made of a report. fail_on: the mildest status that is a finding; baseline: an older report, a document
-    of `json_report.load`; out: the folder of the files, None for none."""
+    """The outputs of a report. fail_on: the mildest status that is a finding; baseline: an older report, a document of
+    `json_report.load`; out: the folder of the files, None for none."""
 
     fail_on: Status = Status.FAIL
     baseline: dict | None = None
@@ -161,7 +161,7 @@ def run(
 
 
 def publish(report: Report, shown: Shown, stem: str, say: Callable[[str], None]) -> int:
-    """Say the verdict, and write the files called `stem` if they are wanted. Returns the exit code."""
+    """Print the verdict, and write the files called `stem` if they are wanted. Returns the exit code."""
     report.fail_on = shown.fail_on
     if shown.baseline is not None:
         report.baseline = difference(shown.baseline, json_report.document(report, stem), [], date.today())

@@ -1,9 +1,9 @@
 """`dsv4 audit bisect`: the first point of the first layer where a subject leaves the reference, and proof of its cause.
 
-The pass goes through the subject once, layer by layer, and holds one layer at a time: each point is compared with what
-the reference makes of the subject's own values before it, against a floor that rounding alone explains. Then the module
-behind the first difference is swapped for the oracle's, and the difference must vanish, there and in the layers after
-it (confirm.py). See bisect.md.
+The pass goes through the subject once, layer by layer, and holds one layer at a time. Each point is compared with the
+reference's result from the subject's own values before it, against a floor that rounding alone explains. Then the
+module behind the first difference is swapped for the oracle's, and the difference must vanish, there and in the layers
+after it (confirm.py). See bisect.md.
 """
 
 import tempfile
@@ -27,8 +27,7 @@ LAST = 64  # tokens whose logits are compared: a vocabulary of 129,280 in float6
 
 @dataclass
 class Reference:
-    """The oracle of the subject's numerics on its own files; with `other`, another subject whose values are the wanted
-    ones.
+    """The oracle of the subject's numerics on its own files; with `other`, another subject gives the wanted values.
 
     A recorded `other` has one run only, so that everything is compared with that run, differences of layers before
     included.
@@ -47,7 +46,7 @@ class Reference:
         return self.other is not None and "recorded" in self.other.can
 
     def wanted(self, i: int, before: torch.Tensor, ids: torch.Tensor) -> dict:
-        """Points of layer i by the other subject, on the streams before it, or as it recorded them."""
+        """Points of layer i of the other subject, run on the streams before it, or as it recorded them."""
         return self.other.layer(i) if self.recorded else block_of(self.other, i, before, ids)
 
 
@@ -181,11 +180,12 @@ class Bisection:
 
 
 def reference_of(subject: Subject, other: Subject | None) -> Reference:
-    """The oracle in the subject's numerics on its files, and the other reference. Raises InputError if it has none."""
+    """The oracle in the subject's numerics on its files, and the other reference. Raises InputError if there is
+    none."""
     if getattr(subject, "files", None) is None:
         raise InputError(f"{subject.name} has no checkpoint directory; the reference needs its weights")
     if other is not None and "block" not in other.can and "recorded" not in other.can:
         raise InputError(f"{other.name} cannot be a reference: it runs nothing")
     oracle = oracle_of(subject)
-    oracle.cache = None  # the floor rounds what caches hold; the reference does not
+    oracle.cache = None  # the floor rounds cached values; the reference does not
     return Reference(oracle, other)

@@ -1,4 +1,5 @@
-"""What `dsv4 audit bisect` says: a table of layers and points, the verdict in words, a plot; and the command itself."""
+"""The output of `dsv4 audit bisect`: a table of layers and points, the verdict in words, a plot; and the command
+itself."""
 
 import html
 import math
@@ -99,7 +100,7 @@ def to_report(found: Bisection, verdict: Verdict | None, started: float, command
 
 
 def floor_words(numerics: str) -> str:
-    """What the floor is, for the reader of one line."""
+    """The floor in one line for the reader."""
     dtype = str(dtype_of(numerics)).removeprefix("torch.")
     steps = (
         f"; the worst token may move by a step ({STEP:g}, indexer {max(STEPS.values()):g})" if "qat" in numerics else ""
@@ -138,7 +139,7 @@ def checks(found: Bisection, verdict: Verdict | None) -> list[Check]:
 
 
 def module_part(verdict: Verdict) -> str:
-    """The part of the module whose swap ended the difference; else that of the point alone."""
+    """The part of the module whose swap removed the difference; else that of the point."""
     module = ".".join(verdict.module.split(".")[2:])  # without layers.N
     return OF_MODULE.get(module, PARTS[verdict.first.point]) if verdict.confirmed else PARTS[verdict.first.point]
 

@@ -1,8 +1,8 @@
-"""The buffers of this project's cache as rows of bytes, plain or packed: which bytes are whose, at any position.
+"""The buffers of this project's cache as rows of bytes, plain or packed: which bytes belong to which row, at any
+position.
 
 Position p of batch row b sits in slot p mod R of its ring, ring b being rows b·R … of one pool; entry w of row b sits
-in row w of the b-th run. That is what the design promises; where the model itself puts things is what the probes find
-out.
+in row w of the b-th run. The design promises this; the probes find out where the model really writes.
 """
 
 from collections.abc import Iterator
@@ -36,11 +36,11 @@ class Buffer:
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8 [n]: all of it, in the order of its indices; a view, where no two indices are one byte."""
+        """uint8 [n]: the whole buffer, in the order of its indices; a view, where no two indices are one byte."""
         return self.tensor.contiguous().view(torch.uint8).view(-1)
 
     def held(self, length: int, back: int = 0) -> torch.Tensor:
-        """int64: slots that a row of `length` tokens may read in later steps, also after forgetting `back` of them."""
+        """int64: slots that a row of `length` tokens may read in later steps, also after a rewind of `back` tokens."""
         if self.ratio:
             return torch.arange(length // self.ratio, device=self.tensor.device)
         return torch.arange(max(0, length - self.keep - back), length, device=self.tensor.device) % self.slots
@@ -126,7 +126,7 @@ def buffers(subject, cache: Cache, mtp: bool = True) -> Iterator[Buffer]:
 
 
 def poison(subject, cache: Cache, lengths: list[int] | None = None, back: int = 0) -> None:
-    """Fill with NaN what no row may read: everything, or of rows of `lengths` tokens all but what is `held`."""
+    """Fill with NaN what no row may read: everything, or, with rows of `lengths` tokens, all but the `held` slots."""
     for buffer in buffers(subject, cache):
         whole = buffer.bytes
         kept = [buffer.offsets(row, buffer.held(n, back)).flatten() for row, n in enumerate(lengths or ())]

@@ -27,17 +27,17 @@ PARTS = {
     "keys": "keys",
     "values": "values",
 }
-# Made of a layer's input alone:
+# Computed from a layer's input alone:
 DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
 OF_GQA = ("keys", "values")
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
-BACK = 3  # most tokens that a scenario forgets
+BACK = 3  # most tokens that a scenario rewinds
 STEPS = 9
 
 
 @dataclass(frozen=True)
 class Move:
-    """One step of a scenario: rows that advance (None: all), and then how many tokens each row forgets."""
+    """One step of a scenario: the rows that advance (None: all), and then how many tokens each row rewinds."""
 
     active: tuple[bool, ...] | None = None
     forget: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class Captured(Probe):
                 vacuous(self.title, "layers are spread over devices, where nothing is captured", part="captured step")
             ]
         lengths = starts_of(subject.config)
-        room = max(lengths) + 24  # no multiple of 128 within: both sides see buffers of as many entries
+        room = max(lengths) + 24  # no multiple of 128 between: both sides see buffers with equally many entries
         if room > subject.config.max_position_embeddings:
             why = f"{room} tokens are needed, the checkpoint allows {subject.config.max_position_embeddings}"
             return [vacuous(self.title, why, part="captured step")]
@@ -200,7 +200,7 @@ class Captured(Probe):
 def starts_of(config) -> list[int]:
     """Three rows: an empty one, one shortly before 128 tokens, one with more entries than are selected.
 
-    The last one stays clear of multiples of 128, so that both sides sum over as many entries and differ by nothing.
+    The last one does not cross a multiple of 128, so that both sides sum over equally many entries and are equal.
     """
     if isinstance(config, GQAConfig):
         return [0, 126, -(-(window_of(config) + 2) // 128) * 128 + 21]
@@ -209,7 +209,7 @@ def starts_of(config) -> list[int]:
 
 
 def twin(subject: Subject, cache: Cache) -> Cache:
-    """A cache that holds the same."""
+    """A cache with equal contents."""
     made = subject.model.new_cache(cache.batch, cache.max_context, cache.max_rewind)
     for mine, theirs in zip(made.layers, cache.layers):
         for stream, tensor in theirs.tensors.items():
@@ -235,8 +235,7 @@ def row_errors(buffer: Buffer, found: torch.Tensor, want: torch.Tensor) -> torch
 
 
 def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
-    """(where, part, why): what differed first. Rows that are made of a layer's input alone all differ where the input
-    does."""
+    """(where, part, why) of the first difference. If the input differs, all rows computed from it differ."""
     if not seen.off:
         if not seen.wrong[LOGITS]:
             return "", "captured step", ""

@@ -1,6 +1,7 @@
-"""What a captured step derives from its positions, for the probe `captured`: against arithmetic on the host.
+"""Values that a captured step derives from its positions, for the probe `captured`: compared with arithmetic on the
+host.
 
-The tensor of starts is made once and written anew for every step, as a replay finds it.
+The tensor of starts is made once and rewritten for every step, as for a replay.
 """
 
 import torch
@@ -16,7 +17,7 @@ ANGLE = 1e-3  # radians of fp32 angles of some hundred positions
 
 
 def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
-    """Steps of one and of five tokens at lengths, lengths + 1, …: rows of a batch stand at different residues."""
+    """Steps of one and of five tokens at lengths, lengths + 1, …: rows of a batch are at different residues."""
     off: dict[str, list[str]] = {
         part: []
         for part in (
@@ -40,7 +41,7 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
             try:
                 step = CapturedStep(ids, start, cache.max_context, subject.model.rope_frequencies())
                 if subject.family == "deepseek_v4":
-                    cache.place(step, subject.model.op)  # where the backend computes all of it at once
+                    cache.place(step, subject.model.op)  # if the backend computes all of it at once
                 for part, found, wanted in _pairs(subject, step, starts, T, cache):
                     counts[part] += 1
                     if not _equal(found, wanted):
@@ -69,7 +70,7 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
 
 
 def _pairs(subject: Subject, step: CapturedStep, starts: list[int], T: int, cache):
-    """(part, found, wanted) of everything that layers take from a step."""
+    """(part, found, wanted) of everything that layers use from a step."""
     config, B = subject.config, len(starts)
     pos = torch.tensor(starts).unsqueeze(1) + torch.arange(T)
     yield "positions", step.pos, pos
@@ -105,7 +106,7 @@ def _rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tenso
 
 
 def _equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Of the same shape, and equal; rotations within what fp32 angles allow."""
+    """Equal shape and values; rotations within the error of fp32 angles."""
     found = found.cpu()
     if found.shape != wanted.shape:
         return False

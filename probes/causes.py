@@ -1,7 +1,7 @@
-"""Where a difference at a point can come from: the modules behind it, and mistakes that explain it.
+"""Possible causes of a difference at a point: the modules behind it, and mistakes that explain it.
 
 MODULES lists, for each point, the modules whose swap is tried, the finest first. `explanations` are the oracle's own
-values of a point under known mistakes: where one of them is what the subject shows, the report can say what is wrong,
+values of a point under known mistakes: if one of them equals the subject's values, the report can say what is wrong,
 not only where.
 """
 
@@ -31,7 +31,7 @@ MODULES = {
     "streams": ("hc_ffn", "hc_attn", "hc"),
     "logits": ("hc_head", "norm", "head"),
 }
-INSIDE = {  # points that a swap leaves as they are, since only what comes out of the module is replaced
+INSIDE = {  # points that a swap does not change, because it replaces only the module's output
     "attn": ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "index_scores", "selection"),
     "attn.indexer": ("index_keys",),
 }
@@ -41,7 +41,7 @@ WORDS = {
     "attn.latent": "from attn_in to the rotated window rows",
     "hc": "both hyper-connections of the layer",
     "attn": "the whole attention",
-}  # of what is no tensor
+}  # of modules without a tensor
 Change = Callable[[Layer], Layer]
 
 
@@ -63,7 +63,7 @@ def explanations(
 
 
 def _changes(layer: Layer, point: str) -> dict[str, Change]:
-    """Mistakes that are another config or other values of a tensor."""
+    """Mistakes that equal another config or other tensor values."""
     other_base = lambda l: _Turned(l, steps.frequencies(l.config, l.ratio == 0))
     rotation = {
         "rotated by the base of the other layer kind": other_base,
@@ -128,7 +128,7 @@ def _with(layer: Layer, name: str, change: Callable) -> Layer:
 
 
 def _special(layer: Layer, point: str, before, ids, given: dict) -> dict[str, torch.Tensor]:
-    """Mistakes that no other tensor makes."""
+    """Mistakes that no other tensor value gives."""
     match point:
         case "kv_window":
             kv = layer.linear("attn.wkv", given["attn_in"].double())

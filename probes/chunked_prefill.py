@@ -1,4 +1,4 @@
-"""P24: a prompt in chunks attends to what chunked sparse prefill says, and what it keeps is what its scores say. See
+"""P24: a prompt in chunks attends as chunked sparse prefill defines, and keeps what its scores say. See
 chunked_prefill.md."""
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ CUT = Chunking(32, 8, 12)
 # the last chunk partial, whole, the only one; several calls; tokens decoded afterwards
 LENGTHS, MORE, PIECE = [189, 96, 31, 128], 3, 64
 RULE = "the definition in float64, from the keys of the cache and the memory that the chunk was given"
-EXTREME = 100.0  # size of logits that a softmax without its largest logit taken off cannot bear in fp32
+EXTREME = 100.0  # size of logits that overflow fp32 in a softmax that does not subtract its largest logit
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ChunkedPrefill(Probe):
             yield from self._decode(subject, ids, cache, watched, limit)
 
     def _positions(self, subject: Subject, ids: torch.Tensor, cache, limit: float) -> Check:
-        """Keys of layer 0, before which nothing attends: rotated by the places that tokens have in the text."""
+        """Keys of layer 0, which depend on no attention: rotated by the positions of tokens in the text."""
         model = subject.model
         model.attention = Attention()
         plain = model.new_cache(len(LENGTHS), max(LENGTHS) + MORE)
@@ -130,7 +130,7 @@ class ChunkedPrefill(Probe):
         )
 
     def _future(self, subject: Subject) -> Iterator[Check]:
-        """Another text from the middle of a chunk on changes nothing before it."""
+        """Other tokens from the middle of a chunk on change nothing before it."""
         model, T, cut = subject.model, 5 * CUT.chunk - 9, 3 * CUT.chunk + 11
         model.attention = Attention(prefill=CUT)
         ids = tokens(subject, T, self.seed + 1)
@@ -152,7 +152,7 @@ class ChunkedPrefill(Probe):
         )
 
     def _one(self, subject: Subject) -> Iterator[Check]:
-        """A prompt of no more than one chunk is read densely."""
+        """A prompt of at most one chunk attends densely."""
         model, T = subject.model, CUT.chunk
         ids, logits = tokens(subject, T, self.seed + 2), []
         for attention in (Attention(), Attention(prefill=CUT)):
@@ -190,7 +190,7 @@ class ChunkedPrefill(Probe):
             )
 
     def _survival(self, subject: Subject) -> Iterator[Check]:
-        """A token of chunk 0 that every query looks at is in the last memory."""
+        """A token of chunk 0 that every query attends to is in the last memory."""
         q, k, v, scale = made(subject, 6 * CUT.chunk, self.seed + 3)
         q[..., 0], k[..., 0] = 1 / scale, 0
         k[:, :, 5, 0] = 8.0
@@ -209,7 +209,7 @@ class ChunkedPrefill(Probe):
 
 
 def guarded(checks: Iterator[Check]) -> Iterator[Check]:
-    """The checks; VACUOUS for what the backend's operation does not take at all."""
+    """The checks; VACUOUS for inputs that the backend's operation refuses."""
     try:
         yield from checks
     except UnsupportedInput as error:
@@ -217,8 +217,8 @@ def guarded(checks: Iterator[Check]) -> Iterator[Check]:
 
 
 def made(subject: Subject, T: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-    """q [1, T, H, D], keys and values [1, KV, T, D] of the model's heads and dtype, and a scale; small beside what is
-    planted."""
+    """q [1, T, H, D], keys and values [1, KV, T, D] of the model's heads and dtype, and a scale; they are small
+    compared with planted values."""
     c, g = subject.config, torch.Generator().manual_seed(seed)
     dtype, D = subject.model.numerics.cache, c.head_dim
     shapes = (T, c.num_attention_heads), (c.num_key_value_heads, T), (c.num_key_value_heads, T)
@@ -227,8 +227,8 @@ def made(subject: Subject, T: int, seed: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def operation(subject: Subject, q, k, v, scale: float):
-    """What the model's own operation gives for a prompt of T tokens in one call, all of which have a chunk after them
-    but the last."""
+    """The result of the model's own operation for a prompt of T tokens in one call; every chunk but the last has a
+    chunk after it."""
     model, T = subject.model, q.shape[1]
     q, k, v = (t.contiguous().to(model.device) for t in (q, k, v))
     return model.op.chunked_prefill(q, k, v, 0, torch.tensor([T], device=model.device), CUT, scale, None)
@@ -289,7 +289,7 @@ def walked(subject: Subject, tally: dict[str, Tally]) -> Iterator[Check]:
 
 
 def _heads(tally: Tally) -> Check:
-    """All heads alike once may be so; always is a choice over all of them."""
+    """All heads may agree once; if they always do, the choice is over all heads."""
     if not tally.samples:
         return vacuous(
             "KV heads keep tokens of their own",

@@ -1,8 +1,8 @@
-"""What `backend_matrix` launches on a GPU, compiled by many processes before one runs it.
+"""Compiles the kernels of `backend_matrix` in many processes before one process runs it on a GPU.
 
-A cold Triton compiles a second a kernel and one at a time; the catalogue takes hundreds of kernels at a model's own
-widths. What one process has compiled, the others find in Triton's cache on disk. Nothing is judged here: an
-implementation that fails fails again in the probe, which says so.
+Triton takes a second to compile a kernel, one at a time, and the catalogue needs hundreds of kernels at a model's own
+widths. Processes find each other's kernels in Triton's cache on disk. Nothing is checked here: an implementation that
+fails here fails again in the probe, which reports it.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ from dsv4.probes.composition_cases import composition_cases
 from dsv4.probes.machine import usable_processors
 from dsv4.probes.operation_cases import operation_cases
 
-# many kernels: first, so as not to be last
+# operations with many kernels come first, so that they are not last
 HEAVY = ("moe", "experts", "linears", "linear", "shared_expert", "grouped_linear", "attention_inputs")
 
 
@@ -49,7 +49,7 @@ def pieces(
 
 
 def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
-    """How many calls came back. Results and errors are dropped."""
+    """The number of calls that returned. Results and errors are dropped."""
     from dsv4.probes.backend_matrix import results
 
     torch.set_num_threads(1)

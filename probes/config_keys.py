@@ -1,4 +1,5 @@
-"""Keys of config.json: which have an effect, which have none and why, and where this project's modules keep them."""
+"""Keys of config.json: those that have an effect, those that have none and why, and where this project's modules keep
+them."""
 
 BY_TENSORS, NUMERICS = "formats are read off the tensors", "dtypes are those of the tensors and of the numerics chosen"
 TRAINING, DSPARK, FOREIGN = "training only", "DSpark draft stages are not run", "names code of another library"

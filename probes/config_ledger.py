@@ -1,4 +1,4 @@
-"""P2: what the config asks for, what is really in effect, and what nobody reads. See config_ledger.md."""
+"""P2: what the config asks for, what is really in effect, and what nothing reads. See config_ledger.md."""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class ConfigLedger(Probe):
         ]
 
     def _key(self, subject: Subject, raw: dict, key: str, config: ModelConfig) -> Iterator[Check]:
-        """A key that is read is one whose change changes the ModelConfig, or is refused."""
+        """A key is read if its change changes the ModelConfig or is refused."""
         about = dict(where=key, part="config", samples=1, note=subject.files.config_notes.get(key, ""))
         requested = value_at(raw, key)
         if not read_keys(raw, key):
@@ -73,7 +73,7 @@ class ConfigLedger(Probe):
         yield compare("effective value is the requested one", shown(found), "==", shown(requested), STATED, **about)
 
     def _as_written(self, subject: Subject, raw: dict) -> Check:
-        """config.json itself against the dictionary that the loader made of it: a value may have been changed in
+        """config.json itself against the dictionary that the loader made from it: a value may have been changed in
         between."""
         file = json.loads((subject.files.path / "config.json").read_text())
         whole = (
@@ -177,7 +177,7 @@ class ConfigLedger(Probe):
             )
 
     def _modules(self, subject: Subject, own: OracleConfig) -> Iterator[Check]:
-        """What modules of our model took from the config, and the rotary frequencies by layer kind."""
+        """Values that modules of our model took from the config, and the rotary frequencies by layer kind."""
         if not modules(subject):
             return
         wrong, seen, raw = {}, 0, vars(own)
@@ -220,7 +220,7 @@ class ConfigLedger(Probe):
             )
 
     def _theirs(self, subject: Subject, config: ModelConfig) -> Iterator[Check]:
-        """The effective config that another implementation states in its provenance."""
+        """The effective config that another implementation gives in its provenance."""
         for key, found in sorted((subject.provenance.get("effective") or {}).items()):
             if hasattr(config, key):
                 yield compare(
@@ -261,13 +261,13 @@ def _holds(read, stated) -> bool:
 
 
 def effective_config(subject: Subject) -> ModelConfig:
-    """What the subject's model runs by, else what the files mean."""
+    """The config that the subject's model runs with, else the meaning of the files."""
     held = getattr(getattr(subject, "model", None), "config", None)
     return held if isinstance(held, ModelConfig) else subject.config
 
 
 def modules(subject: Subject) -> bool:
-    """Whether the subject is this project's model, whose modules can be asked."""
+    """Whether the subject is this project's model, whose modules can be inspected."""
     return bool({"kernels", "training"} & subject.can) and hasattr(subject, "model")
 
 
@@ -331,7 +331,7 @@ def _other(value) -> list:
 
 
 def effective(config: ModelConfig, key: str, requested):
-    """What the ModelConfig has for an official key, in the form in which config.json states it."""
+    """The ModelConfig's value for an official key, in the form of config.json."""
     layers = config.num_hidden_layers
     match key:
         case "compress_ratios":

@@ -17,7 +17,7 @@ MOST_TENSORS = 64  # of a module, whose values are compared with the file's
 
 @dataclass
 class Verdict:
-    """The first difference, what was tried, and what came of it.
+    """The first difference, and the result of the swaps.
 
     module: official name, '' if none fits; why: a mistake that explains the values; confirmed: the swap made it vanish;
     after:
@@ -70,7 +70,7 @@ class Confirmation:
         return verdict
 
     def _likely(self, first: Difference) -> str:
-        """Without a swap: the coarsest module that the point alone names."""
+        """Without a swap: the coarsest module that the point names."""
         names = {
             "attn_in": "hc_attn",
             "q_after_rope": "attn.queries",
@@ -92,7 +92,7 @@ class Confirmation:
         return best if best is not None and left[best] <= enough else ""
 
     def _tensors(self, module: str) -> list[str]:
-        """Tensors of the module that the subject holds otherwise than the file has them."""
+        """Tensors of the module that the subject holds differently from the file."""
         names = [n for n in self.subject.files.sources if n == module or n.startswith((f"{module}.", f"{module}_"))]
         wrong = []
         for name in (n for n in names[:MOST_TENSORS] if not n.endswith(SCALES)):
@@ -149,7 +149,7 @@ class Confirmation:
         verdict.note = "not confirmed: no swap of hc_head, norm or head makes the difference vanish"
 
     def _again(self, i: int, before: torch.Tensor) -> list[Difference]:
-        """The layer alone, once more, as it is now."""
+        """Run the layer alone again, in its current state."""
         points = block_of(self.subject, i, before, self.ids)
         exact, noisy = self.pass_.pair(i, before, points)
         return differences(i, points, exact, noisy, self.oracle.config, self.subject.numerics)

@@ -1,4 +1,4 @@
-"""What the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) share on the command
+"""Common parts of the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) on the command
 line."""
 
 import sys
@@ -88,7 +88,7 @@ def publish(
 
 
 def refuse_idle(used: bool, given: dict, instead: str) -> None:
-    """Raises InputError for options that would not be looked at: nothing is ignored silently. instead: what to do."""
+    """Raises InputError for options without effect: nothing is ignored silently. instead: what to do."""
     idle = [name for name, value in given.items() if value is not None]
     if idle and not used:
         raise InputError(f"{', '.join(idle)} would change nothing of this subject; {instead}")

@@ -1,6 +1,6 @@
-"""What `bisect` knows better than a list of mistakes: the module whose swap for the oracle's ends a difference.
+"""Finds the module whose swap for the oracle's removes a difference, by the means of `bisect`.
 
-Asked by probes that found a difference which none of their known mistakes explains.
+Probes use it for a difference that none of their known mistakes explains.
 """
 
 import torch
@@ -30,10 +30,10 @@ TOKENS = 200
 
 
 def culprit(subject: Subject, i: int, point: str, seed: int = 0) -> tuple[str, str] | None:
-    """(part, why) of layer i whose `point` is wrong; None where no swap of one module ends the difference.
+    """(part, why) for layer i whose `point` is wrong; None if no swap of one module removes the difference.
 
-    The layer runs alone on random streams, once for each module behind the point, and the point is held against what
-    the oracle makes of the layer's own values before it.
+    The layer runs alone on random streams, once for each module behind the point. The point is compared with the
+    oracle's result from the layer's own values before it.
     """
     if "block" not in subject.can or getattr(subject, "files", None) is None or not supports(subject, "attn"):
         return None
@@ -68,8 +68,8 @@ def culprit(subject: Subject, i: int, point: str, seed: int = 0) -> tuple[str, s
 
 
 def left_of(errors: dict[str, float], whole: float, most: int = 3) -> str:
-    """What the nearest mistakes leave of a difference of `whole`. One that leaves all of it or more explains nothing,
-    and is not named."""
+    """The share of a difference of `whole` that the nearest mistakes leave. A mistake that leaves all of it or more
+    explains nothing, and is not named."""
     shares = {name: error / max(whole, 1e-30) for name, error in errors.items()}
     told = sorted((share, name) for name, share in shares.items() if share < 0.995)[:most]
     if not told:

@@ -1,8 +1,8 @@
-"""What every comparison of a model with itself needs: proof that it could have failed.
+"""Controls for comparisons of a model with itself: proof that they could have failed.
 
 A model whose logits are the same everywhere, or a harness that compares zeros with zeros, agrees with itself in every
-schedule (known bugs 147, 148). So each such comparison carries what a wrong answer would have scored, and `controls`
-fail where the harness cannot tell right from wrong.
+schedule (known bugs 147, 148). So each such comparison has the score of a wrong answer as its chance level, and
+`controls` fail if the harness cannot tell right from wrong.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,14 +14,12 @@ from dsv4.probes.result import Check, Status, compare
 
 
 def chance_of(logits: torch.Tensor, errors: Callable) -> float:
-    """What a wrong answer scores: the median error of taking each position of logits [B, T, vocab] for the one
-    before."""
+    """The chance level: the median error of taking each position of logits [B, T, vocab] for the one before."""
     return errors(logits.roll(1, 1), logits)[:, 1:].nanmedian().item()
 
 
 def attempted(name: str, where: str, part: str, make: Callable[[], Check]) -> Check:
-    """make(), or an ERROR that says where it broke: one comparison that cannot be made must not take the others with
-    it."""
+    """make(), or an ERROR that says where it broke: one comparison that cannot be made must not stop the others."""
     try:
         return make()
     except Exception as error:  # an implementation under audit may raise anything
@@ -33,8 +31,8 @@ def attempted(name: str, where: str, part: str, make: Callable[[], Check]) -> Ch
 def attempted_all(
     name: str, where: str, part: str | Callable[[Exception], str], make: Callable[[], Iterable[Check]]
 ) -> list[Check]:
-    """The checks that make() gives one by one; what breaks it is an ERROR after those that it had given. part: also by
-    the error."""
+    """The checks of the generator make(). If it raises, an ERROR follows the checks so far. part: also of that
+    ERROR."""
     found = []
     try:
         found.extend(make())

@@ -1,5 +1,5 @@
-"""P26: the bytes that the cost model says a decode step reads are those that it reads, and the fit is of the rows it
-says. See cost_model.md."""
+"""P26: the cost model's bytes of a decode step are those that it reads, and the fit uses the right rows. See
+cost_model.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ ALLOCATED = "sizes of the storages"
 
 @dataclass(frozen=True)
 class CostModelProbe(Probe):
-    """Steps of one token over caches of many lengths; what they read is counted, one kind of layer after the other, and
-    held against `dsv4.cost_model.step`. The fit of β, c₀ and c₁ is of made-up machines, and the same whatever the
-    model."""
+    """Steps of one token over caches of many lengths. Their reads are counted, one kind of layer after the other, and
+    compared with `dsv4.cost_model.step`. The fit of β, c₀ and c₁ is checked on made-up machines, and does not depend on
+    the model."""
 
     name: ClassVar[str] = "cost_model"
     title: ClassVar[str] = "the cost model of a decode step: bytes that it reads, and rows that are fitted"
@@ -68,7 +68,7 @@ class CostModelProbe(Probe):
     def _weights(self, subject: Subject) -> Iterator[Check]:
         model, config = subject.model, subject.config
         held = held_tensors(config, subject.files, model.numerics)
-        # more rows may share experts: the cost model then has the most
+        # more rows may share experts: the cost model then gives an upper bound
         for rows in BATCHES if subject.family == "gqa" else (1,):
             with weights.routed(model) as chosen:
                 model.append(tokens(subject, 1, self.seed, rows=rows), model.new_cache(rows, 1))
@@ -106,7 +106,8 @@ class CostModelProbe(Probe):
             yield from self._held(subject, policy, cache)
 
     def _held(self, subject: Subject, policy: Policy, cache: GroupedCache) -> Iterator[Check]:
-        """What `dsv4 regime` takes a layer's cache for where it asks what fits: of whole tiles, as caches are made."""
+        """The bytes of a layer's cache in `dsv4 regime`, which it uses to see what fits: whole tiles, as caches are
+        made."""
         g, rows = gqa.Geometry.of(subject.config, subject.model.numerics), cache.layers
         full = [layer for layer in rows if set(layer.tensors) > {"keys", "values"}] or rows
         slots = full[0].keys.shape[2]
@@ -127,7 +128,8 @@ class CostModelProbe(Probe):
 
     def _latents(self, subject: Subject) -> Iterator[Check]:
         model, c = subject.model, subject.config
-        W, k = c.sliding_window, 4 * c.index_topk  # below them everything is near, and every entry selected
+        # below them every token is in the window, and every entry is selected
+        W, k = c.sliding_window, 4 * c.index_topk
         wanted = sorted(n for n in {W - 3, W + 2, k + 3, k + 4, k + 7, 2 * 128 + 1} if n > 0)
         contexts = [n for n in wanted if n <= c.max_position_embeddings]
         if len(contexts) < len(wanted):

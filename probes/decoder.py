@@ -16,15 +16,15 @@ from dsv4.probes.subject import GQA_POINTS, Subject
 
 DEFINED = "as defined"
 ALONE = "each sublayer on the subject's own input, in float64 from the definition"
-# what the output would be, and the part that is at fault then; 'as defined' first
+# the output by a mistake, and the part at fault; 'as defined' first
 Forms = dict[str, tuple[torch.Tensor, str]]
 
 
 @dataclass(frozen=True)
 class Decoder(Probe):
-    """One run in steps of all sizes. Each sublayer is fed what the subject fed it, so that only what is wrong itself
-    shows; beside the definition stand the mistakes that implementations really made, and the nearest one says what is
-    at fault."""
+    """One run in steps of all sizes. Each sublayer gets the subject's own inputs, so that only its own fault shows. The
+    output is compared with the definition and with mistakes that implementations really made; the nearest mistake names
+    the fault."""
 
     name: ClassVar[str] = "decoder"
     title: ClassVar[str] = "every sublayer computes its definition"
@@ -77,7 +77,7 @@ def length(subject: Subject) -> int:
 def sublayers(
     oracle: GQAOracle, i: int, p: dict[str, torch.Tensor], before: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor, Forms]]:
-    """(name, what the subject gave, what it should and might have given) of everything in layer i, in order."""
+    """(name, the subject's output, right and mistaken outputs) of everything in layer i, in order."""
     yield "layer input", p["attn_in"], {DEFINED: (before, "embedding" if i == 0 else "residual stream")}
     for name, point, which in (("queries", "q_after_rope", "q"), ("keys", "keys", "k"), ("values", "values", "v")):
         yield name, p[point], projected(oracle, i, p["attn_in"], which, name)
@@ -101,7 +101,7 @@ def projected(oracle: GQAOracle, i: int, x: torch.Tensor, which: str, part: str)
 
 
 def norms(form, mine: str, other: str) -> Forms:
-    """What a norm may be instead of itself."""
+    """Mistaken forms of a norm."""
     return {
         "norm without its weight": form("norms", weight=False),
         "norm without eps": form("norms, eps", eps=0.0),

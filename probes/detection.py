@@ -1,4 +1,4 @@
-"""The detection matrix: running the self-test, and what it found as markdown and as JSON
+"""The detection matrix: running the self-test, and its results as markdown and as JSON
 (probes/schema/selftest-1.json)."""
 
 import json
@@ -118,9 +118,9 @@ def selftest(
     done: Callable[[Outcome | Clean, int], None] = lambda result, of: None,
     journal: Path | None = None,
 ) -> Matrix:
-    """Plant all, audit what is sound. done(result, number of all) is called for each as it is ready. journal: a file
-    that keeps results, for a self-test that is cut off and called again; absent, or of the same commit, backend, device
-    and libraries, or InputError is raised."""
+    """Plant all faults, and audit sound subjects. done(result, number of all) is called for each as it is ready.
+    journal: a file that keeps results, for a self-test that is cut off and called again; absent, or of the same commit,
+    backend, device and libraries, or InputError is raised."""
     begun, backend = time.time(), bench.resolved
     tasks = [*mutations, *settings(mutations, backend, selection == "all")]
     with tempfile.TemporaryDirectory(prefix="dsv4-profiles-") as folder:

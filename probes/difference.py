@@ -19,10 +19,11 @@ BROKEN = (Status.FAIL, Status.ERROR)
 EVIDENCE = (Status.PASS, Status.WARN, Status.FAIL)  # an ERROR measured nothing
 # Of the provenance: what makes two reports comparable or not.
 COMPARED = ("subject", "checkpoint", "recorded", "commit", "device", "versions", "numerics", "backend", "seeds")
-RENAMED = {"bill": "cost_model"}  # probes that older reports name otherwise
+RENAMED = {"bill": "cost_model"}  # former names of probes in older reports
 
 Key = tuple[str, str, str, int]  # probe, name, where, and a number for those that share all three
-COUNT = ": exceptions"  # a check of this name counts what checks without it name one by one, where there is something
+# a check of this name counts what checks without the suffix name one by one, if there is something
+COUNT = ": exceptions"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Waiver:
     where: str = "*"
 
     def covers(self, change: Change) -> bool:
-        """Whether it speaks of this check. A place that is written out matches itself, brackets and all."""
+        """Whether it applies to this check. A literal place matches itself, brackets and all."""
         place = change.where == self.where or fnmatchcase(change.where, self.where)
         return (self.probe, self.name) == (change.probe, change.name) and place
 
@@ -104,7 +105,7 @@ def difference(old: dict, new: dict, waivers: list[dict], today: date) -> Differ
 
 
 def parse_waiver(waiver: dict, number: int) -> Waiver:
-    """A waiver from JSON. A misspelt one must not waive nothing, or everything: raises InputError."""
+    """A waiver from JSON. A misspelt one must not waive nothing, or everything, so it raises InputError."""
     where = f"waiver {number}"
     if not isinstance(waiver, dict):
         raise InputError(
@@ -144,7 +145,7 @@ def _change(key: Key, before: dict | None, after: dict | None, counted: bool) ->
 
 
 def _told(check: dict) -> str:
-    """What a check of a report measured, in short."""
+    """The measurement of a check in a report, in short."""
     said = [f"at {check['found']}"] if check.get("found") else []
     if check.get("measured") is not None:
         said.append(f"measured {words.number(check['measured'])} {check.get('unit', '')}".strip())
@@ -179,7 +180,7 @@ def _kind(change: Change, proved: set[str]) -> str | None:
     if new is None and old is Status.VACUOUS:
         return "removed"
     if new is None or (new is Status.VACUOUS and old in EVIDENCE):
-        return "vanished"  # even if it was a FAIL: that nobody looks any more fixes nothing
+        return "vanished"  # even if it was a FAIL: a check that no longer runs fixes nothing
     if new.rank > old.rank:
         return "regressions"
     if new in BROKEN or new is Status.VACUOUS and old is Status.ERROR:

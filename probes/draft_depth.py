@@ -48,7 +48,7 @@ class DraftDepth(Probe):
 
 
 def edges(subject: Subject) -> list[tuple[int, int, str]]:
-    """(depth, tokens before, edge): the pass, a token and its drafts, ends at the edge or stands across it."""
+    """(depth, tokens before, edge): the pass, a token and its drafts, ends at the edge or crosses it."""
     window = window_of(subject.config)
     found = [(3, 128 - 4, "ends at a block"), (4, 128 - 4, "goes one beyond a block")]
     at = max(1, window - LARGEST)
@@ -57,7 +57,7 @@ def edges(subject: Subject) -> list[tuple[int, int, str]]:
 
 
 class Kept(MTPDrafter):
-    """The MTP block as it drafts, and the drafts of each pass."""
+    """The MTP block's drafter, with the drafts of each pass."""
 
     def begin(self, prompts, model, cache, choose) -> None:
         self.drafted: list[list[int]] = []
@@ -70,7 +70,7 @@ class Kept(MTPDrafter):
 
 
 def accepted(subject: Subject, seed: int) -> Iterator[Check]:
-    """Right drafts of each depth must stay at every position; of the MTP block's as many as are right."""
+    """Right drafts of each depth must be accepted at every position; of the MTP block's drafts as many as are right."""
     prompt = tokens(subject, PROMPT, seed + 1)[0].tolist()
     plain = decoded(subject, prompt, TEXT)
     sure = next((i for i in range(TEXT) if not plain.tells(i, subject)), TEXT)
@@ -110,7 +110,7 @@ def counted(subject: Subject, prompt: list[int]) -> Iterator[Check]:
         stay = next((i for i, (a, b) in enumerate(zip(drafts, text)) if a != b), min(len(drafts), len(text)))
         wrong += [] if stay == told else [f"{told} told, {stay} are right after {at} tokens"]
         right[:stay] += 1
-        asked[: min(stay + 1, len(drafts))] += 1  # a draft behind a wrong one was not judged
+        asked[: min(stay + 1, len(drafts))] += 1  # a draft after a wrong one was not judged
         at += told + 1
     shares = [f"{r / n:.0%}" if n else "–" for r, n in zip(right.tolist(), asked.tolist())]
     yield compare(

@@ -1,4 +1,4 @@
-"""P4: what is fp32 on disk stays fp32, what is never quantised is not, caches fit the numerics. See dtype_ledger.md."""
+"""P4: fp32 on disk stays fp32, protected tensors are not quantised, caches fit the numerics. See dtype_ledger.md."""
 
 import re
 from collections.abc import Iterator
@@ -89,14 +89,14 @@ class DtypeLedger(Probe):
             )
 
     def _values(self, subject: Subject) -> Iterator[Check]:
-        """An island that went through bf16 on its way has lost bits, whatever dtype it is in now."""
+        """An island that was cast through bf16 has lost bits, whatever its dtype is now."""
         stored, block = headers(subject.files), tuple(subject.config.weight_block_size)
         rounded, seen = [], 0
         for name in (n for n in stored if ISLAND.fullmatch(n) or n.endswith("tid2eid")):
             try:
                 held = subject.weight(name)
             except (Dsv4Error, NotImplementedError):
-                continue  # whether it is held at all is for load_ledger
+                continue  # load_ledger checks whether it is held at all
             wanted, seen = torch.from_numpy(decode(stored, name, block)), seen + 1
             if held.numel() != wanted.numel() or not torch.equal(held.double().flatten(), wanted.double().flatten()):
                 rounded.append(name)

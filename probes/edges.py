@@ -1,4 +1,4 @@
-"""P9: attention and selection where counts and values are extreme. See edges.md."""
+"""P9: attention and selection with extreme counts and values. See edges.md."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -54,8 +54,8 @@ class Edges(Probe):
         return q, window, entries, sink, W, g
 
     def _selected(self, subject: Subject, queries: int, n: int, full: bool, where: str) -> Check:
-        """−1 first, last and between, a query that sees nothing; or none absent, and said so. NaN in rows nobody
-        selected."""
+        """−1 first, last and between, and a query that sees nothing; or no −1, with the hint that there is none. Rows
+        that are not selected hold NaN."""
         q, window, entries, sink, W, g = self._inputs(queries, n)
         near = torch.randint(0, 20, (queries, W), generator=g)
         far = torch.full((queries, min(n, K) if full else K), -1)
@@ -71,7 +71,8 @@ class Edges(Probe):
         return self._near(found, q, window, near, entries, far, sink, where, "sparse attention")
 
     def _all(self, subject: Subject, queries: int, n: int, full: bool, where: str) -> Check:
-        """Every visible entry; unless `full` the first query sees none, and NaN lies beyond what is visible."""
+        """Every visible entry. Unless `full`, the first query sees none, and entries beyond the visible ones are
+        NaN."""
         q, window, entries, sink, W, g = self._inputs(queries, n)
         entries = entries[:n].clone()
         near = torch.randint(0, 20, (queries, W), generator=g)
@@ -132,7 +133,7 @@ class Edges(Probe):
         )
 
     def _wide(self, subject: Subject, n: int, k: int) -> Check:
-        """As many entries and picks as long contexts have, the best of them at the far end."""
+        """As many entries and picks as in long contexts, with the best entries at the far end."""
         scores = torch.randn(1, 1, n, generator=torch.Generator().manual_seed(self.seed)).double()
         scores += torch.linspace(0, 3, n, dtype=torch.float64)
         scores = scores.float()
@@ -169,7 +170,7 @@ class Edges(Probe):
         )
 
     def _nan(self, subject: Subject, queries: int, where: str) -> Check:
-        """A score that is NaN may be picked or not; what is picked are entries all the same, each once."""
+        """A NaN score may be picked or not; all picks must still be entries, each once."""
         scores = torch.randn(1, queries, 20, generator=torch.Generator().manual_seed(self.seed))
         scores[:, :, 3] = float("nan")
         found = subject.operations["topk_entries"](scores, K)
@@ -213,7 +214,7 @@ class Edges(Probe):
 
 
 def guarded(where: str, part: str, check: Callable[..., Check], *args) -> Check:
-    """The check; what an operation raises is an ERROR of its own part, and the others run all the same."""
+    """The check. If an operation raises, that is an ERROR of its own part, and the other checks still run."""
     try:
         return check(*args)
     except Exception as error:  # an implementation under audit may raise anything

@@ -1,4 +1,4 @@
-"""P28: what the batch engine keeps of drafts is what plain decoding leaves, on pages. See engine_drafts.md."""
+"""P28: the batch engine leaves on pages what plain decoding leaves. See engine_drafts.md."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ NAMES = (
 
 @dataclass(frozen=True)
 class EngineDrafts(Probe):
-    """Requests of which 0 to 8 drafts stay: each row in passes of its own, rows that share passes, one that is
-    cancelled."""
+    """Requests of which 0 to 8 drafts are accepted: each row in passes of its own, rows that share passes, and one that
+    is cancelled."""
 
     name: ClassVar[str] = "engine_drafts"
     title: ClassVar[str] = "the batch engine keeps of drafts what plain decoding leaves"
@@ -43,7 +43,7 @@ class EngineDrafts(Probe):
             return [vacuous(self.title, why, part="engine")]
         if subject.model.layer_devices is not None:
             return [vacuous(self.title, "layers are spread over devices, and pages lie on one", part="engine")]
-        # the second pass writes over what the first has left behind
+        # the second pass overwrites what the first left
         alone = [[a, max(1, LARGEST - a)] for a in range(0, LARGEST + 1, 1 if self.effort >= 1 else 4)]
         shared = [[a, max(1, LARGEST - a)] for a in TOGETHER]
         part = lambda error: "engine rewind" if isinstance(error, RewindError) else "engine"
@@ -54,11 +54,11 @@ class EngineDrafts(Probe):
 
 
 def kept(scene: Scene, where: str) -> Iterator[Check]:
-    """Texts, lengths, and what each pass began with and said, of requests that end by themselves."""
+    """Texts, lengths, and the state and logits of each pass, of requests that end by themselves."""
     exact = not scene.together
     try:
         found = scene.run()
-    except Exception:  # what its rows held before it broke says where
+    except Exception:  # what its rows held before it raised shows where
         yield from lengths(scene, where)
         raise
     yield from ended(scene, where)
@@ -105,7 +105,7 @@ def lengths(scene: Scene, where: str) -> Iterator[Check]:
 
 
 def came_out(scene: Scene, found: list[list[int]], where: str) -> Check:
-    """Tokens of each request against the script's; the first that differs says what was taken from a wrong place."""
+    """Tokens of each request against the script's; the first that differs shows which wrong place it came from."""
     wrong, part, note = 0, "engine, accepted tokens", ""
     for b, row in enumerate(found):
         wanted, accepted = scene.script.outcome(b, row[0], LARGEST, scene.right[b], scene.most[b])
@@ -123,7 +123,7 @@ def came_out(scene: Scene, found: list[list[int]], where: str) -> Check:
 
 
 def passes(scene: Scene, b: int, text: list[int], where: str, exact: bool) -> Iterator[Check]:
-    """What a row began each pass with and what the pass said of the tokens that stayed, against plain single steps."""
+    """What a row held as each pass began, and the logits of the accepted tokens, against plain single steps."""
     subject = scene.subject
     plain, at = Undrafted(subject, scene.prompts[b], scene.limit), 0
     text = [text[0], *scene.script.text[b, 1:].tolist()]
@@ -147,11 +147,11 @@ def passes(scene: Scene, b: int, text: list[int], where: str, exact: bool) -> It
 
 
 def cancelled(subject: Subject, seed: int) -> Iterator[Check]:
-    """Two rows share passes; the end of the first request cancels the second within a pass whose drafts are not judged
-    yet. Two more requests take the rows that both have left."""
+    """Two rows share passes; the end of the first request cancels the second within a pass whose drafts are not
+    verified yet. Two more requests take the two free rows."""
     where, part = "a cancelled row", "engine, after a cancelled row"
     scene = Scene(subject, [[LARGEST], [0, 0, LARGEST], [LARGEST], [0, 0, LARGEST]], True, seed + 1, rows=2)
-    scene.script.text[:] = scene.script.text[0]  # one text for all: a row does not say whose request it holds
+    scene.script.text[:] = scene.script.text[0]  # one text for all: a row does not show whose request it holds
     scene.most = [LARGEST + 2, 2 * LARGEST, LARGEST + 2, LARGEST + 2]  # the first ends with its first pass
 
     def told(result: Result) -> None:
@@ -174,7 +174,7 @@ def cancelled(subject: Subject, seed: int) -> Iterator[Check]:
     scene.engine._join = join
     try:
         scene.engine.run()
-    except Exception:  # what rows held before it broke says where
+    except Exception:  # what rows held before it raised shows where
         yield joined(begin, where, part)
         raise
     yield joined(begin, where, part)

@@ -1,4 +1,5 @@
-"""The batch engine with a drafter, made to choose a scripted text and watched as each of its passes begins."""
+"""The batch engine with a drafter. Its model chooses a scripted text, and each of its passes is recorded as it
+begins."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from dsv4.speculation.policy import LARGEST, Static
 from dsv4.speculation.verify import SingleSteps
 
 LENGTHS = (121, 6)  # of prompts, by turns: passes cross 128; the window is not full yet
-SPARE = 4 * LARGEST  # tokens of context for an engine that forgets too little
+SPARE = 4 * LARGEST  # additional tokens of context, for an engine that rewinds too little
 
 
 class Paced(Steered):
@@ -51,7 +52,7 @@ class Paced(Steered):
 
 @dataclass
 class Pass:
-    """One pass of one row, as it begins: what the row may read, and the logits [n, vocab] that came of it."""
+    """One pass of one row: what the row may read as it begins, and its logits [n, vocab]."""
 
     rows: Rows
     logits: torch.Tensor
@@ -59,7 +60,7 @@ class Pass:
 
 @dataclass
 class Scene:
-    """An engine whose model obeys a script. right: of each request, how many drafts stay, by pass."""
+    """An engine whose model follows a script. right: accepted drafts of each request, by pass."""
 
     subject: Subject
     right: list[list[int]]
@@ -68,7 +69,7 @@ class Scene:
     rows: int = 0
     passes: dict[int, list[Pass]] = field(default_factory=dict)  # by row
     results: dict[str, Result] = field(default_factory=dict)
-    off: dict[str, str] = field(default_factory=dict)  # of lengths that were wrong: what is said of the first, by kind
+    off: dict[str, str] = field(default_factory=dict)  # messages about the first wrong length, by kind
     lost: set[int] = field(default_factory=set)  # rows whose length was wrong
 
     def __post_init__(self) -> None:
@@ -120,7 +121,7 @@ class Scene:
         return watched
 
     def _lengths(self, lengths: list[int]) -> None:
-        """Each row that decodes must hold its prompt and what came out, but for the last token."""
+        """Each decoding row must hold its prompt and its output except the last token."""
         for work in self.engine.running:
             b, due = work.row, len(work.ids) - 1
             if work.result.token_ids and lengths[b] != due and b not in self.lost:

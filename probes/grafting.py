@@ -1,4 +1,5 @@
-"""P19: a request that borrows the pages of a prefix equals one that ran it, and harms nobody. See grafting.md."""
+"""P19: a request that borrows the pages of a prefix equals one that ran it, and changes no other request. See
+grafting.md."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from dsv4.probes.visible import PARTS, SAME, Rows, bits, differing, of_output, o
 from dsv4.probes.wrapping import kept
 
 SHARED = 2 * BLOCK
-OWN, BACK = 9, 40  # tokens of the donor beyond the prefix; tokens behind the prefix's end that it goes back to
+OWN, BACK = 9, 40  # tokens of the donor beyond the prefix; tokens of the prefix that it rewinds
 # pieces after the graft: one to the end of the next window of HCA; one within it
 LONG, SHORT = (1, 4, 123, 1), (1, 4, 30)
 DONOR, FIRST, SECOND, OTHER = range(4)  # rows of the cache
@@ -37,7 +38,7 @@ SCENARIOS = (  # tokens of the prefix, what becomes of the donor, pieces of the 
 )
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1)
 REWIND = 64
-OTHER_LENGTH = 37  # tokens of requests that take pages which came free
+OTHER_LENGTH = 37  # tokens of the requests that take the pages which came free
 RUNS = "a grafted request runs"
 BOUNDS = Policy("bounds of 16", "bound", 16, 1, 2, 3)  # of a GQA model: 96 tokens of 128 and more
 NOBODY = "a page that others hold is copied before it is written: no byte of it changes"
@@ -83,7 +84,7 @@ class Grafting(Probe):
 
 
 class Case:
-    """Token ids of the requests, and what those that borrow show when they run cold."""
+    """Token ids of the requests, and the results of the borrowers when they run cold."""
 
     def __init__(self, subject: Subject, seed: int, room: int):
         self.subject, self.room, self._cold = subject, room, {}
@@ -121,11 +122,11 @@ class Scenario:
     def checks(self) -> Iterator[Check]:
         donor = Going(self.subject, self.cache, DONOR, self.case.shared[: self.prefix] + self.case.owns)
         donor.prefill(self.prefix + OWN, self.tree)
-        self._other_request(FIRST, OTHER_LENGTH)  # the row has been another's: nothing of it may be left
+        self._other_request(FIRST, OTHER_LENGTH)  # the row has held another request, of which nothing may be left
         self.cache.leave(FIRST)
         before, seen = self._count("the donor has run"), []
         first = self._borrow(FIRST)
-        second = self._borrow(SECOND) if self.fate == "was evicted" else None  # afterwards nothing is left to borrow
+        second = self._borrow(SECOND) if self.fate == "was evicted" else None  # after that nothing is left to borrow
         self._watched({"another borrower": first.rows}, f"the donor {self.fate}", lambda: self._becomes(donor))
         second = second or self._borrow(SECOND)
         seen.append(self._runs(first, self.pieces[0], donor, None))
@@ -165,14 +166,14 @@ class Scenario:
     def _runs(
         self, borrower: Going, pieces: tuple[int, ...], donor: Going, other: Going | None
     ) -> tuple[list[Seen], list[Seen]]:
-        """What a borrower shows, and what it shows cold."""
+        """The results of a borrower, and its results cold."""
         others = {"the donor": donor.rows} | ({"another borrower": other.rows} if other else {})
         found = self._watched(others, f"row {borrower.b} ran", lambda: borrower.pieces(pieces))
         self._count(f"row {borrower.b} has run")
         return found, self.case.cold(self.prefix, borrower.b - FIRST, pieces)
 
     def _watched(self, others: dict[str, Callable[[], Rows]], when: str, act: Callable):
-        """act(), and whether what others hold has changed then; the kept prefix always."""
+        """act(), and a check that it changes nothing that others hold, nor the kept prefix."""
         others = others | {"the kept prefix": self._kept}
         before = {whose: rows() for whose, rows in others.items()}
         done = act()
@@ -257,7 +258,7 @@ class Scenario:
             )
 
     def _unpinned(self, before: dict[str, tuple]) -> Iterator[Check]:
-        """Rows end one by one; then nothing is kept."""
+        """Rows end one by one; after that no page is held."""
         about = dict(where=self.where, part="reference counts")
         for b in (FIRST, SECOND):
             self.cache.leave(b)
@@ -308,7 +309,7 @@ class Scenario:
 
 
 def lengths(case: Case) -> Iterator[Check]:
-    """Which prefix a prompt gets: whole blocks that it shares with a kept one and that leave it a token to run."""
+    """The prefix that a prompt gets: whole blocks that it shares with a kept one and that leave it a token to run."""
     cache = case.cache(2)
     tree, bad, asked = PrefixTree(cache), [], 0
     donor = Going(case.subject, cache, 0, case.shared)
@@ -394,7 +395,7 @@ def engine(case: Case) -> Iterator[Check]:
 
 
 def part_of(error: Exception) -> str:
-    """What is at fault where a scenario breaks."""
+    """The part at fault if a scenario raises."""
     return "reference counts" if isinstance(error, (PageError, OutOfPages)) else "graft"
 
 

@@ -1,4 +1,4 @@
-"""P25: a cache in host memory gives the bits of one on the device, whatever is staged, evicted or forgotten. See
+"""P25: a cache in host memory gives the bits of one on the device, after any staging, eviction or rewind. See
 host_tier.md."""
 
 from collections import defaultdict
@@ -34,7 +34,7 @@ POLICIES = (  # and staging slots beyond those that a step needs
 )
 LENGTHS = [14 * 16 + 5, 9 * 16 - 2]
 PROMPT = "prompt"
-MOVES = (  # tokens of a step, and what is forgotten after it
+MOVES = (  # tokens of a step, and the tokens rewound after it
     (1, (0, 0)),
     (1, (0, 0)),
     (12, (0, 0)),
@@ -68,8 +68,8 @@ PART = "host tier, "
 @dataclass(frozen=True)
 class HostTier(Probe):
     """The first and the last layer of a GQA model decode from host memory beside the model itself, given the same
-    queries, keys and values; CSA's entries in host memory through the whole model. Staging begins as NaN, and what may
-    not be read any more is made NaN again after each step."""
+    queries, keys and values; CSA's entries in host memory through the whole model. Staging begins as NaN, and slots
+    that may not be read any more are made NaN again after each step."""
 
     name: ClassVar[str] = "host_tier"
     title: ClassVar[str] = "a cache in host memory gives the bits of one on the device"
@@ -217,8 +217,8 @@ class HostTier(Probe):
 
 
 def staging(fetches: list[Fetches], where: str, tight: bool) -> Iterator[Check]:
-    """What was staged and counted, over all layers. tight: there are no more slots than a step needs, so that items are
-    evicted."""
+    """What was staged and counted, over all layers. tight: there are only as many slots as a step needs, so that items
+    are evicted."""
     staged, counted = joined([f.staged for f in fetches]), joined([f.counted for f in fetches])
     yield staged.counted(
         "staged items that are not those of host memory",
@@ -248,7 +248,7 @@ def joined(tallies: list[Tally]) -> Tally:
 
 
 class Beside:
-    """A layer's cache in host memory, beside the model's own."""
+    """A layer's cache in host memory, in parallel with the model's own."""
 
     def __init__(self, subject: Subject, policy: Policy, slots: int, resident, room: int):
         model, c = subject.model, subject.config
@@ -287,7 +287,7 @@ class Beside:
         tally["output"].see(int((found != wanted).sum()), wanted.numel(), at)
 
     def _appended(self, q, k, v, biases, cis, start: torch.Tensor) -> torch.Tensor:
-        """Tokens of a prompt, as `HostLayer` takes them in: the layer comes whole, and what is written goes through."""
+        """Tokens of a prompt in `HostLayer`: the whole layer is copied, and the tokens are written through."""
         rows, count = self.rows, len(q) // len(start)
         keys, values = DenseStream([rows]).layer(0)
         q = self.op.rotary_rows(q, k, v, biases, cis, keys, values, start)
@@ -297,7 +297,7 @@ class Beside:
         return self.op.grouped_attention(q, keys, values, start, None, self.scale)
 
     def compare(self, lengths: list[int], tally: dict[str, Tally], at: str) -> None:
-        """Host memory against the cache on the device: of what rows hold."""
+        """Compare host memory with the cache on the device, for the tokens that rows hold."""
         for b, n in enumerate(lengths):
             for far, near in ((self.rows.host_keys, self.resident.keys), (self.rows.host_values, self.resident.values)):
                 bad = (far[b, :, :n].cpu() != near[b, :, :n].cpu()).any(-1)

@@ -1,4 +1,4 @@
-"""P8: what a query really attends to, found by changing inputs and by telling paths apart. See influence.md."""
+"""P8: what a query really attends to, found by changing inputs and by comparing with known paths. See influence.md."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -32,7 +32,7 @@ EXPECTED = {0: "window only", 4: "selected", 128: "all"}
 # change of the output by a sink's removal; below it rounding could look like a share
 LEAST = {"fp32": 1e-3, "native": 2e-3}
 SURE = 5  # standard errors that a share must be off by, and by which a missing sink would show
-LATE = 24  # queries at the end that the path is judged by
+LATE = 24  # queries at the end by which the path is judged
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ def schedules(T: int, window: int) -> dict[str, tuple[int, ...]]:
 
 
 def only_row(case: Case) -> Case:
-    """Its first row and no other: one token of one row is a shape that kernels of its own serve."""
+    """Its first row alone: special kernels serve one token of one row."""
     first = lambda found: {name: v if name == "at" else v[:1] for name, v in found.items()}
     return replace(case, x=case.x[:1], changes=(), base=first(case.base), changed=first(case.changed))
 
 
 def scheduled(case: Case, schedule: tuple[int, ...], where: str) -> list[Check]:
-    """All checks of one schedule. What the subject raises is an ERROR of it, and the other schedules run all the
-    same."""
+    """All checks of one schedule. If the subject raises, that is an ERROR of this schedule, and the other schedules
+    still run."""
     try:
         seen = run_case(case, schedule, where)
     except Exception as error:  # an implementation under audit may raise anything
@@ -187,8 +187,7 @@ def influence_checks(seen: Seen) -> list[Check]:
 
 
 def steady(seen: Seen) -> torch.Tensor:
-    """bool [C]: the last query selects the same entries as without the change. A change after it is no concern of
-    it."""
+    """bool [C]: the last query selects the same entries as without the change. Later changes do not matter to it."""
     changes = seen.case.changes
     if seen.changed is None:
         return torch.ones(len(changes), dtype=torch.bool)
@@ -198,7 +197,8 @@ def steady(seen: Seen) -> torch.Tensor:
 
 
 def _kind(seen: Seen, kind: str, mine: torch.Tensor, everything: torch.Tensor) -> Check:
-    """mine: the oracle's change of the last query's output [C, d]; everything: its output where all is attended to."""
+    """mine: the oracle's change of the last query's output [C, d]; everything: its output with attention to
+    everything."""
     out, changes, named = seen.out, seen.case.changes, f"influence: {kind}"
     t, size = out.shape[1] - 1, out[0, -1].norm().clamp(min=1e-12)
     noise = ((out[1, t] - out[0, t]).norm() / size).item()
@@ -296,7 +296,7 @@ def path_checks(seen: Seen) -> list[Check]:
 
 
 def _blame(seen: Seen, found: torch.Tensor, wanted: torch.Tensor, part: slice, default: str) -> tuple[str, str]:
-    """The known mistake that explains what these judged queries show."""
+    """The known mistake that explains the output of these judged queries."""
     base = seen.case.base | {name: seen.case.base[name][:, part] for name in ("q_after_rope",)}
     base["at"] = seen.case.base["at"][part]
     known = mistakes(seen.case.layer, base, None if seen.base is None else seen.base[:, part])
@@ -312,7 +312,7 @@ def _path(seen: Seen, outs: dict[str, torch.Tensor], out: torch.Tensor) -> Check
     nearest, note = min(distance, key=distance.get), "; ".join(f"{name} {d:.2g}" for name, d in distance.items())
     part = {0: "window", 4: "selection", 128: "compressed entries"}[ratio]
     part = {"window only": "compressed entries", "entries only": "window"}.get(nearest, part) if ratio else part
-    if power < 2 * limit:  # else an output within the limit of one path is nearer to it than to any other
+    if power < 2 * limit:  # otherwise an output within the limit of one path is nearer to it than to any other
         return vacuous("path", f"the paths differ by {power:.2g} only", where=seen.where, part=part)
     return compare(
         "path",

@@ -1,4 +1,4 @@
-"""P12: a row's logits do not depend on its neighbours in the batch, nor on what ran before. See isolation.md."""
+"""P12: a row's logits depend neither on other rows of the batch nor on earlier runs. See isolation.md."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""Lines of JSON of a run that may be cut off: what it has finished, so that it goes on where it stopped.
+"""Lines of JSON of a run that may be interrupted: its finished parts, so that it can be resumed.
 
 The first line is ["of", …]: everything that results depend on. A journal of another run is refused.
 """
@@ -21,8 +21,8 @@ def append(path: Path, *line) -> None:
 
 
 def claim(path: Path, what: Mapping) -> None:
-    """Begin a journal with the line ["of", what], or raise InputError for one that was begun with another: what results
-    depend on."""
+    """Begin a journal with the line ["of", what]. Raises InputError for a journal that was begun with another `what`:
+    results depend on it."""
     lines, what = lines_of(path), json.loads(json.dumps(dict(what)))
     first = next((line[1] for line in lines if line[0] == "of"), None)
     if first is None and not lines:

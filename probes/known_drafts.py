@@ -1,6 +1,6 @@
-"""A text that a probe knows, drafted as if it were guessed: any number of right drafts, in logits that nobody touches.
+"""A drafter of a text that the probe knows: any number of drafts is right, and the model's logits are not changed.
 
-Beside it what several probes of speculation ask of one decoded text.
+Also the common parts of probes that compare one decoded text.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.verify import SingleSteps, default
 
-# told here, and not asked of what is audited
+# stated here, not read from the audited code
 ON_HOST = ("cpu", "reference")
 
 
 class KnownDrafter(Drafter):
-    """Drafts the tokens of `texts` that follow what a row has. Of row b's pass k the first right[k] drafts are right,
-    those behind them are the right ones + 1; the last number holds for all later passes."""
+    """Drafts the next tokens of `texts` after a row's tokens. In pass k of row b the first right[k] drafts are right,
+    and later ones are the right token + 1; the last number holds for all later passes."""
 
     name = "known"
 
@@ -48,8 +48,8 @@ class KnownDrafter(Drafter):
 
 def promises_bits(subject: Subject) -> bool:
     """Whether the default verification promises plain decoding's logits bit for bit: on a host backend in every
-    numerics but fp32, where a pass is one append whose sums may run in another order. Told by the promise of
-    dsv4/speculation/README.md, not by what `default` returns."""
+    numerics but fp32, where a pass is one append whose sums may run in another order. This is the promise of
+    dsv4/speculation/README.md; it does not depend on what `default` returns."""
     return subject.model.backend in ON_HOST and subject.numerics != "fp32"
 
 
@@ -61,14 +61,14 @@ class Plain:
     logits: torch.Tensor
 
     def tells(self, at: int, subject: Subject) -> bool:
-        """Whether a decoder must choose token `at` as this did: where logits need not be equal to the last bit, only
-        if no difference that the numerics explain could have put another token first."""
+        """Whether a decoder must choose the token of this text at `at`. If logits need not be equal to the last bit, it
+        must only if no difference that the numerics explain could have put another token first."""
         first, second = self.logits[at].topk(2).values.tolist()
         allowed = 2 * TOLERANCES[subject.numerics][1] * self.logits[at].norm().item()
         return promises_bits(subject) or first - second > allowed
 
     def differs(self, found: list[int], subject: Subject) -> int | None:
-        """The first place where another text leaves this one and must not; None if nowhere."""
+        """The first place where another text differs and must not; None if there is none."""
         at = next((i for i, (a, b) in enumerate(zip(found, self.tokens)) if a != b), None)
         if at is None:
             return None if len(found) == len(self.tokens) else min(len(found), len(self.tokens))

@@ -1,4 +1,4 @@
-"""One layer at a time: what the oracle makes of a subject's own values, and how far rounding alone would move that.
+"""One layer at a time: the oracle's result from a subject's own values, and how far rounding alone would move it.
 
 Every point is computed from the subject's own inputs to the module behind it, as far as it gives them: queries from its
 attn_in, the attention's output from its queries, window rows, entries and selection, and so on. So a fault shows at its
@@ -17,8 +17,8 @@ from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.oracle.formats import hadamard, simulate_fp4, simulate_fp8
 from dsv4.probes.subject import POINTS
 
-# A difference is one above this many times what rounding alone does. Sound models are found at 1.0 to 1.7 times it in
-# bf16; in fp32 the order of sums and the angles of RoPE, which are not imitated, make it up to 4 times.
+# A difference is one above this multiple of the effect of rounding. Sound models have 1.0 to 1.7 times it in bf16; in
+# fp32 up to 4 times, because the order of sums and the angles of RoPE are not imitated.
 FACTOR = {torch.bfloat16: 3.0, torch.float32: 8.0}
 LEAST = 1e-5  # relative: below it are fp32 sums of some thousand terms
 # of the tokens, and of those that only rounding moves: more, since steps are few
@@ -201,7 +201,8 @@ class Difference:
 
 class Accumulated(Difference):
     """The streams or logits of two whole runs. In simulated numerics a value beside a rounding boundary moves by a
-    step, and every later layer carries it on: below `measure.TOLERANCES` two sound runs cannot be told apart."""
+    step, and every later layer keeps the difference: below `measure.TOLERANCES` two sound runs cannot be
+    distinguished."""
 
     def _least(self, share: float) -> float:
         return TOLERANCES[self.numerics][1] if self.numerics.startswith("qat") else LEAST

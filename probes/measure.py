@@ -1,4 +1,4 @@
-"""How far two runs are apart, token by token, and how far they may be by the numerics that both used.
+"""The distance of two runs, token by token, and the distance that their numerics allow.
 
 Also what the attention probes (rope, index_oracle, influence) share: the oracle in a subject's numerics, inputs,
 tolerances.
@@ -163,8 +163,7 @@ def picks_of(points: dict, layer: int, found: dict, n: int) -> torch.Tensor:
     """The subject's own selection int64 [B, Q, k], −1 for none; the oracle's for queries where it selects too few
     entries.
 
-    A selection of nothing, or none at all, must not become the yardstick of what is attended to. Of the queries of
-    `found`.
+    An empty or missing selection must not define what should be attended to. Of the queries of `found`.
     """
     wanted = found["selection"]
     picks = (

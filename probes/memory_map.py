@@ -207,7 +207,7 @@ class MemoryMap(Probe):
         )
 
     def _rows_apart(self, subject: Subject) -> Iterator[Check]:
-        """Tokens for one row, past the end of the ring: every byte that is not of that row stays as it was."""
+        """Tokens for one row, past the end of the ring: every byte of other rows stays unchanged."""
         config, model = subject.config, subject.model
         T = min(window_of(config) + DEFAULT_MAX_REWIND + 5, config.max_position_embeddings)
         ids = tokens(subject, T, self.seed, rows=2)
@@ -281,7 +281,7 @@ def packed_of(subject: Subject) -> dict[str, Packed]:
 
 
 def listed(name: str, part: str, make: Callable[[], Iterable[Check]]) -> list[Check]:
-    """The checks that `make` gives; what breaks is an ERROR of them, and the others of the probe stay."""
+    """The checks of `make`. If it raises, that is an ERROR of them, and the other checks of the probe still run."""
     try:
         return list(make())
     except Exception as error:  # an implementation under audit may raise anything
@@ -318,7 +318,7 @@ def formula(
 
 
 def per_token(config: ModelConfig, width: int, packed: dict[str, Packed]) -> float:
-    """Bytes that a token adds for good; of packed rows a 64th of a page."""
+    """Bytes that a token adds permanently; for packed rows a 64th of a page."""
     if isinstance(config, GQAConfig):
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
     row = lambda stream, dims: packed[stream].page / PAGE if stream in packed else dims * width

@@ -101,7 +101,7 @@ class HyperConnections(Probe):
         )
 
     def _growth(self, part: Sublayers) -> Check:
-        """|X| as a ratio to the reference: large streams are no fault, other streams than the reference's are."""
+        """|X| as a ratio to the reference: large streams are no fault, but streams unlike the reference's are."""
         found = part.seen["streams"]
         ratio = (found.norm() / part.after.norm()).item()
         return compare(

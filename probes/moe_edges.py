@@ -1,4 +1,4 @@
-"""P13: the router and the experts, layer by layer and where numbers are extreme. See moe_edges.md."""
+"""P13: the router and the experts, layer by layer and with extreme numbers. See moe_edges.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class MoEEdges(Probe):
         return checks + [self._ids(subject, -1), self._ids(subject, subject.config.vocab_size)]
 
     def _layer(self, subject: Subject, part: Sublayers) -> Check:
-        """What the experts give, from the subject's own streams and attention output; and if that is wrong, why."""
+        """The experts' output from the subject's own streams and attention output; if it is wrong, the cause."""
         found, wanted = part.seen["ffn_out"], moe(part.layer, part.ffn_in, part.ids)
         value, source, limit = self._error(subject, part, found, wanted)
         name, note = "experts", ""
@@ -104,7 +104,7 @@ class MoEEdges(Probe):
         )
 
     def _bias(self, subject: Subject, rows: int) -> Check:
-        """A bias that turns the order round changes who is chosen and not what they weigh."""
+        """A bias that reverses the order changes which experts are chosen and not their weights."""
         g, factor = torch.Generator().manual_seed(self.seed), subject.config.routed_scaling_factor
         weight, x = torch.randn(8, 16, generator=g), torch.randn(rows, 16, generator=g)
         bias = torch.linspace(-40, 40, 8)
@@ -156,7 +156,7 @@ class MoEEdges(Probe):
         )
 
     def _ids(self, subject: Subject, bad: int) -> Check:
-        """A token id that no table knows is refused, not read as another one."""
+        """A token id outside of every table is refused, not read as another one."""
         ids = tokens(subject, 4, self.seed)
         ids[0, 2] = bad
         where, about = (

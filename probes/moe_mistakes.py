@@ -1,4 +1,5 @@
-"""What a layer's experts would give by mistakes that implementations really made: by these a fault is named."""
+"""The output of a layer's experts under mistakes that implementations really made. Comparison with these names a
+fault."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dsv4.probes.oracle.blocks import expert, hyper_pre, router
 from dsv4.probes.sublayers import Sublayers
 
 MOST = 64  # tokens looked at
-EXPLAINED = 0.3  # of a difference may be left where a mistake explains it
+EXPLAINED = 0.3  # share of a difference that may be left if a mistake explains it
 
 
 def routed(layer: Layer, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -43,7 +44,7 @@ def blame(part: Sublayers, wanted: torch.Tensor) -> tuple[str, str]:
 def reweighed(
     part: Sublayers, x: torch.Tensor, ids: torch.Tensor, found: torch.Tensor, whole: float
 ) -> tuple[str, str] | None:
-    """Whether the right experts with other weights make what is seen, whatever the weights: a fault of the router.
+    """Whether the right experts with any other weights explain the output: then it is a fault of the router.
 
     The weights of each token are found by least squares: as many numbers as experts, out of as many as dims.
     """

@@ -1,4 +1,4 @@
-"""P30: a model spread over places is the whole model, layer by layer and bit for bit. See placement.md."""
+"""P30: a model spread over several places equals the whole model, layer by layer and bit for bit. See placement.md."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -130,7 +130,8 @@ def tensors_of(block: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fingerprint(value: torch.Tensor) -> str:
-    """Of the bytes, the dtype and the shape of a tensor; of one without memory a word that says so."""
+    """Fingerprint of the bytes, the dtype and the shape of a tensor; for a tensor without memory a word that says
+    so."""
     if value.device.type == "meta":
         return "nothing"
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8) if value.numel() else value.new_empty(0)

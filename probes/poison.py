@@ -1,4 +1,4 @@
-"""P11: nothing reads what nobody wrote, and repeats are bitwise equal. See poison.md."""
+"""P11: nothing reads memory that was never written, and repeats are bitwise equal. See poison.md."""
 
 from dataclasses import dataclass
 from typing import ClassVar

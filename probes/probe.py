@@ -1,4 +1,4 @@
-"""What every probe is, and how one is run.
+"""The definition of a probe, and how one runs.
 
 A probe is one small file with one dataclass: `name` (that of the file), `title`, `needs` (capabilities of a subject,
 see `dsv4.probes.subject.CAPABILITIES`) and `run(subject) -> list[Check]`. Beside it lies `<name>.md`: what it measures,
@@ -49,7 +49,7 @@ CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 i
     "draft_depth",
     "fresh_process",
 )
-BESIDE = {  # probes of one kind of subject, and what that one can; the others ask a model that runs
+BESIDE = {  # probes of one kind of subject, and the capability of that kind; the others need a model that runs
     "recorded": "recorded",
     "training": "training",
 }
@@ -77,7 +77,7 @@ class Probe:
 
 
 def available() -> list[str]:
-    """Names of the catalogue, and of those beside it, whose files exist."""
+    """Names of the catalogue, and of the additional probes, whose files exist."""
     return [name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"dsv4.probes.{name}") is not None]
 
 

@@ -1,6 +1,6 @@
-"""Where a report comes from: enough to say what was audited, and to do it again.
+"""The origin of a report: enough to say what was audited, and to repeat it.
 
-Nothing here names the machine: of every path only the last part is kept, so that a report can be published as it is.
+Nothing here names the machine: of every path only the last part is kept, so that a report can be published unchanged.
 """
 
 import hashlib

@@ -17,7 +17,7 @@ from dsv4.probes.subject import POINTS, Subject
 
 EXPECTED = {0: "window only", 4: "selected", 128: "all"}
 SOURCE = "nearest of the oracle's paths over the recorded values; median of the queries that tell them apart best"
-TELLING = 32  # queries by which the path is told: where the nearest other path is furthest away
+TELLING = 32  # queries by which the path is judged: those where the nearest other path is furthest away
 NEEDED = ("q_after_rope", "kv_window", "attn_out")
 AT_PATH = {0: "window", 4: "selection", 128: "compressed entries"}
 

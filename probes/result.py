@@ -1,4 +1,4 @@
-"""What a probe says: checks with a status that missing evidence cannot turn green."""
+"""The result of a probe: checks whose status missing evidence cannot turn green."""
 
 import enum
 import math

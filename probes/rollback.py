@@ -1,4 +1,4 @@
-"""P14: forgetting tokens and going on equals never having had them; drafts of the MTP block. See rollback.md."""
+"""P14: a run with rewound tokens equals one that never had them; drafts of the MTP block. See rollback.md."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ SAME = "the same steps on the same numbers, with a rewind between or without: ro
 
 @dataclass(frozen=True)
 class Rollback(Probe):
-    """Drafts are appended, forgotten, and the true tokens appended: at every residue mod 4, across 128 and the window's
+    """Drafts are appended, rewound, and the true tokens appended: at every residue mod 4, across 128 and the window's
     end, in rows of a batch."""
 
     name: ClassVar[str] = "rollback"
@@ -46,16 +46,16 @@ class Rollback(Probe):
         return [*checks, *self._rows(subject), *(self._mtp(subject) if subject.family == "deepseek_v4" else ())]
 
     def _again(self, subject: Subject, ids: torch.Tensor, at: int, n: int, where: str) -> Check:
-        """The tokens that follow are run, forgotten, and run again."""
+        """The next tokens run, are rewound, and run again."""
         stop = min(LENGTH, at + TAIL)
         run = lambda schedule: subject.run(ids[:, :stop], schedule).logits[:, at:stop]
         decode = [1] * (stop - at)
         return same(run((at, n, -n, *decode)), run((at, *decode)), where)
 
     def _others(self, subject: Subject, ids: torch.Tensor, at: int) -> list[Check]:
-        """Rejected drafts are other tokens than those that follow; once as many as may be forgotten at most. A row
-        each, against the same row of a batch that never drafted: a product may round its last row otherwise than its
-        first."""
+        """Rejected drafts are other tokens than those that follow; once as many as may be rewound. Each has a row of
+        its own, compared with the same row of a batch that never drafted: a product may round its last row differently
+        from its first."""
         counts = [0, *DRAFTS] if at != 22 else [0, *DRAFTS[:-1], DEFAULT_MAX_REWIND]
         ids = ids.expand(len(counts), -1)
         other = (ids + 1) % subject.config.vocab_size
@@ -97,7 +97,7 @@ class Rollback(Probe):
         """Rows of a batch accept differently many tokens of their drafts."""
         B, T, at, rejected = 4, 64, 41, (0, 1, 3, 8)
         ids = tokens(subject, T, self.seed + 1, rows=B)
-        # room for rows that forget too little
+        # room for rows that rewind too little
         whole, cache = subject.run(ids).logits, subject.model.new_cache(B, T + 8)
         draft = ids[:, : at + 8].clone()
         for row, n in enumerate(rejected):
@@ -162,7 +162,7 @@ class Rollback(Probe):
         """Main model and block to `at`; four other tokens and their drafts, rejected; then as if they had never
         been."""
         straight, found = (self._drafting(subject, ids, streams, at, rejected) for rejected in (0, 4))
-        alone = subject.model.new_cache(1, at + TAIL)  # without the block: it could disturb both runs alike
+        alone = subject.model.new_cache(1, at + TAIL)  # without the block, which could disturb both runs alike
         subject.model.append(ids[:, :at], alone, logits="none")
         never, where = one_by_one(subject.model, ids[:, at : at + TAIL], alone), f"4 drafts rejected at {at}"
         return [

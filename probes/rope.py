@@ -31,8 +31,7 @@ Form = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Turned:
-    """What is rotated: values before rotation [B, n, (H,) R dims last], their positions, and what becomes of them
-    afterwards.
+    """Rotated values: before rotation [B, n, (H,) R dims last], their positions, and the operation after it.
 
     at: positions as in the specification; others: wrong ones by name; form: rounding and storage after the rotation;
     mixed:
@@ -110,7 +109,7 @@ class Rope(Probe):
         whole."""
         limit, share, source = limit_of(subject)
         errors, still = far(found, wanted), at_share(far(found[..., :-R], wanted[..., :-R]), share)
-        # a simulated step moves its row, and NaN is never left out
+        # in simulated numerics a step moves its row; NaN is never left out
         kept = (errors <= at_share(errors, share)) | errors.isinf()
         angles = angle_errors(found[kept], wanted[kept], R)
         worst = int(angles.argmax())
@@ -143,7 +142,7 @@ class Rope(Probe):
         ]
 
     def _nearest(self, subject: Subject, layer: Layer, thing: Turned, found: torch.Tensor, where: str) -> Check:
-        """Which rotation explains what is seen."""
+        """The rotation that explains the values best."""
         limit, share, source = limit_of(subject)
         forms = {"as specified": thing.turned(layer.frequencies, thing.at)} | mistakes(layer, thing)
         R = 0 if thing.mixed else 2 * len(layer.frequencies)
@@ -229,7 +228,7 @@ def _entries(layer: Layer, x: torch.Tensor, name: str, point: str, form: Form, p
 
 
 def mistakes(layer: Layer, thing: Turned) -> dict[str, torch.Tensor]:
-    """What the values would be by the rotations that implementations really got wrong."""
+    """The values under rotations that implementations really got wrong."""
     freqs, c = layer.frequencies, layer.config
     forms = {
         "not rotated": thing.turned(freqs, 0 * thing.at),

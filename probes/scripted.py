@@ -1,7 +1,7 @@
-"""A text that the model is made to choose, so that every number of accepted drafts occurs when a probe wants it.
+"""A text that the model is made to choose, so that every number of accepted drafts can occur.
 
-Its logits are really computed, and seen as they are; then the scripted token is made their largest. What is audited
-decides by that.
+The logits are really computed and recorded unchanged; then the scripted token is made the largest. The audited code
+decides with these.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from dsv4.probes.visible import Rows, visible
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.verify import Verify
 
-# a draft that nobody chooses; what is chosen after one; ends a row; ids of texts from here on
+# a draft that is never chosen; the token chosen after one; the token that ends a row; ids of texts from here on
 WRONG, ASTRAY, STOP, FIRST_ID = 0, 1, 2, 3
 CERTAIN = 1e9  # a logit beyond all others
 
@@ -75,8 +75,7 @@ class Script:
 
 
 class Steered(Drafter):
-    """Has `inner` draft and forget as it would (None: nothing drafts), notes what it said, and drafts what the script
-    says.
+    """Runs `inner` as it is (None: nothing drafts), records its logits, and drafts the tokens of the script.
 
     right: of each row, by pass; the last one for all later passes.
     """
@@ -121,7 +120,7 @@ class Steered(Drafter):
 
 @dataclass
 class Look:
-    """The batch as a pass begins, and what the model then said. lengths: tokens of each row; rows: what each may
+    """The batch as a pass begins, and the model's logits of it. lengths: tokens of each row; rows: what each may
     read."""
 
     lengths: list[int]
@@ -131,8 +130,8 @@ class Look:
 
 
 class Watched:
-    """`inner`, a way to run a pass, looked at before each pass and made to choose what the script says. prompts: tokens
-    of each row."""
+    """Runs `inner`, a way to run a pass; records the batch before each pass, and makes the model choose the script.
+    prompts: tokens of each row."""
 
     def __init__(
         self,
@@ -168,7 +167,7 @@ class Watched:
 
 @contextmanager
 def obeying(model: Model, script: Script, at, seen=lambda ids, streams, logits: None) -> Iterator[None]:
-    """Captured steps of the model choose what the script says; at(): number of the token after the first of a step, by
+    """Captured steps of the model choose the script's tokens; at(): number of the token after the first of a step, by
     row. seen(ids [B, T], streams, logits [N, vocab]): what was really computed."""
     real = model.captured
 
@@ -189,8 +188,8 @@ def obeying(model: Model, script: Script, at, seen=lambda ids, streams, logits: 
 
 
 def cases(script: Script, rows: int, drafts: int) -> list[list[int]]:
-    """Drafts that stay, by row and pass, and what the script then has for STOP: inside a block that stays; as a draft
-    that goes; as what the model would choose after a wrong draft. Other rows: 0, 1, … of `drafts`."""
+    """Accepted drafts, by row and pass, and the script's STOP tokens: inside an accepted block; as a rejected draft; as
+    the model's choice after a wrong draft. Other rows: 0, 1, … of `drafts`."""
     right = [[b % (drafts + 1), 1] for b in range(rows)]
     script.text[0, 3], right[0] = STOP, [drafts]
     script.wrong[1], script.astray[2] = STOP, STOP
@@ -207,8 +206,8 @@ def came_out(
     size: int,
     first_ends: bool = True,
 ) -> Iterator[Check]:
-    """Tokens of each row against those of the script: what was not chosen, where rows end, and how many drafts
-    stayed."""
+    """Tokens of each row against those of the script: tokens that were not chosen, where rows end, and how many drafts
+    were accepted."""
     wanted = [script.outcome(b, row[0], size, right[b], most[b], first_ends) for b, row in enumerate(found)]
     about = dict(unit="rows", where=where)
     ids = lambda b: {script.wrong[b], script.astray[b]} - {STOP}

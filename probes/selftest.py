@@ -1,4 +1,4 @@
-"""P0: every planted fault must be named by a probe that was not told of it, and every sound subject must be green.
+"""P0: every planted fault must be named by a probe that does not know of it, and every sound subject must be green.
 
 A fault is planted in a private copy of a synthetic checkpoint (`dsv4.probes.mutations.profile`), the subject is opened
 as `dsv4 audit` opens it, and probes run until a FAIL or ERROR names one of the fault's `parts`. A red check that names
@@ -38,7 +38,7 @@ from dsv4.probes.result import Check, Status
 from dsv4.probes.subject import Subject
 
 RED = (Status.FAIL, Status.ERROR)
-# a fault that was written on a CPU, not the one that is meant
+# a fault of the process, not the planted one
 BLUNDER = re.compile("same device|two devices|got a tensor on cpu")
 
 
@@ -69,7 +69,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Found:
-    """What became of one fault.
+    """The result of one fault.
 
     by: the probe, or 'load' for a refusal while loading; status, finding, where, part: of the check; word: of the
     mutation's parts that it names; seen: probes that were red before and named something else; note: why it was not
@@ -89,7 +89,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A mutation and what became of it; left: what was not as before when it had been undone."""
+    """A mutation and its result; left: places that were not restored when it was undone."""
 
     mutation: Mutation
     found: Found
@@ -117,7 +117,7 @@ class Clean:
 
 
 def look(mutation: Mutation, bench: Bench) -> Outcome:
-    """Plant, open, probe, undo. Nothing that the fault makes crash leaves here."""
+    """Plant, open, probe, undo. No crash that the fault causes leaves this function."""
     begun, before = time.monotonic(), state()
     with tempfile.TemporaryDirectory(prefix="dsv4-selftest-") as folder:
         profile = bench.profiles / mutation.profile
@@ -183,7 +183,7 @@ def refusal(error: Exception) -> Check:
 
 
 def said(error: Exception) -> str:
-    """One line of an exception; the type too if it is not one of this project's."""
+    """One line of an exception, with the type if it is not one of this project's."""
     line = str(error).splitlines()[0] if str(error) else ""
     return line if isinstance(error, Dsv4Error) else f"{type(error).__name__}: {line}"
 
@@ -236,8 +236,7 @@ def named(words: Iterable[str], texts: Iterable[str]) -> str:
 
 
 def chance(mutation: Mutation, texts: tuple[str, ...]) -> float:
-    """Share of a sound subject's checks that the mutation's words would match: how often any red check at all would
-    count."""
+    """Share of a sound subject's checks that the mutation's words would match: how often any red check would count."""
     return sum(bool(named(mutation.parts, [text])) for text in texts) / len(texts) if texts else float("nan")
 
 

@@ -1,5 +1,4 @@
-"""What a self-test has found so far, task by task, so that one that is cut off (a lease that ends, a limit of time)
-goes on where it stopped."""
+"""Results of a self-test so far, task by task, so that an interrupted one can be resumed."""
 
 import time
 from dataclasses import asdict, replace

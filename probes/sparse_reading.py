@@ -1,4 +1,4 @@
-"""P22: a decode step reads the blocks that its policy says, and attends to exactly those. See sparse_reading.md."""
+"""P22: a decode step reads the blocks that its policy defines, and attends to exactly those. See sparse_reading.md."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -144,7 +144,7 @@ class SparseReading(Probe):
         )
 
     def _everything(self, subject: Subject) -> Iterator[Check]:
-        """A policy that keeps more blocks than there are says what dense attention says."""
+        """A policy that keeps more blocks than there are has the output of dense attention."""
         model, ids = subject.model, tokens(subject, 180, self.seed + 2)
         logits = {}
         for name, attention in (
@@ -172,7 +172,7 @@ class SparseReading(Probe):
 
 
 class Look:
-    """What steps under one policy read, layer by layer and query by query."""
+    """The reads of steps under one policy, layer by layer and query by query."""
 
     def __init__(self, subject: Subject, policy: Policy):
         self.subject, self.model, self.policy = subject, subject.model, policy
@@ -277,7 +277,7 @@ class Look:
                 )
 
     def _path(self, gathered: dict, starts: list[int], T: int, where: str) -> None:
-        """What the model says that its longest row read, against the list that it read by."""
+        """The reads that the model reports for its longest row, against the list that it read by."""
         row = starts.index(max(starts))
         p, size = starts[row] + T - 1, self.policy.block
         for i, path in enumerate(self.model.layer_paths()):
@@ -339,13 +339,13 @@ class Look:
 
 
 def group(q, before, keys, values, low, high, mean, p: int) -> Group:
-    """What a query at p sees of what its row holds."""
+    """What a query at p sees of its row's tokens."""
     return Group(q, before, keys[: p + 1], values[: p + 1], low, high, mean)
 
 
 def _cause(name: str, found: torch.Tensor, keys: torch.Tensor, first: int, last: int, size: int) -> tuple[str, ...]:
-    """What a wrong summary [D] of tokens first … last − 1 would be right for; keys [S, D]. Of other rows too a minimum
-    is only lower."""
+    """The tokens for which a wrong summary [D] of tokens first … last − 1 would be right; keys [S, D]. For other rows,
+    too, a minimum is only lower."""
 
     def of(end: int) -> dict[str, torch.Tensor]:
         return {kind: value[0] for kind, value in zip(NAMES, reading.summaries(keys[first:end], size))}

@@ -1,4 +1,4 @@
-"""P20: what speculative decoding keeps is what plain decoding would have. See speculation.md."""
+"""P20: speculative decoding keeps what plain decoding would have. See speculation.md."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ from dsv4.speculation.verify import Append, SingleSteps
 DRAFTS = 4
 # a pass crosses 128, and is at every residue mod 4 with 0 … 4 drafts accepted; the window is not full yet
 PROMPTS = (125, 6)
-SECOND = 2  # drafts accepted by the second pass, which writes over what the first has left behind
-SPARE = 16  # tokens of context for a decoder that forgets too little
+SECOND = 2  # drafts accepted by the second pass, which overwrites what the first left
+SPARE = 16  # additional tokens of context, for a decoder that rewinds too little
 RUNS = "speculative decoding runs"
 NAMES = (
     "what may be read after a pass is as if nothing had been drafted",
@@ -37,7 +37,8 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Speculation(Probe):
-    """Every number of accepted drafts, in `generate_speculative` and in `Rounds`; what decides on it, by itself."""
+    """Every number of accepted drafts, in `generate_speculative` and in `Rounds`; the rules of acceptance by
+    themselves."""
 
     name: ClassVar[str] = "speculation"
     title: ClassVar[str] = "what is kept of drafts is what plain decoding leaves"
@@ -99,7 +100,7 @@ class Undrafted:
         return torch.cat(found) if found else torch.empty(0, self.model.config.vocab_size)
 
     def look(self, drafts: int) -> tuple[Rows, list[torch.Tensor]]:
-        """What may be read now, of the main model and of a block that has seen final tokens alone; logits [1, vocab] of
+        """What may be read now, of the main model and of a block that has run final tokens alone; logits [1, vocab] of
         each of its next drafts."""
         rows = visible(self.subject, self.cache, 0, self.cache.lengths[0])
         rows = {at: held for at, held in rows.items() if at[0] != "mtp 0"}
@@ -138,8 +139,8 @@ def one(
     later: tuple[int, ...] = (SECOND, DRAFTS),
     part: str = "after a pass",
 ) -> Iterator[Check]:
-    """One row, passes of `drafts` as single steps, so that no rounding differs: looked at before each of them.
-    accepted, later: drafts that stay, of the first pass and of those behind it."""
+    """One row, passes of `drafts` as single steps, so that no rounding differs: compared before each of them. accepted,
+    later: accepted drafts of the first pass and of later ones."""
     prompt, kept = tokens(subject, length, seed + length)[0].tolist(), (accepted, *later)
     script, looks = Script(subject.config.vocab_size, 1, 24 + drafts, seed), []
     drafter = Steered(script, [list(kept)], MTPDrafter() if len(subject.model.mtp) else None)

@@ -1,5 +1,5 @@
-"""Rounds that stay on the device: what each leaves for the next, and what comes out. The rounds themselves run, not
-their graphs."""
+"""Rounds that stay on the device: what each leaves for the next, and its output. The rounds themselves run, not their
+graphs."""
 
 from collections.abc import Iterator
 

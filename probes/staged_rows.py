@@ -1,4 +1,4 @@
-"""What a fetch staged, item by item, against host memory as it is now."""
+"""Items that a fetch staged, one by one, against host memory in its current state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Fetches:
     hits: int = 0
     misses: int = 0
     evicted: int = 0
-    bad: dict[tuple[int, int], str] = field(default_factory=dict)  # (group, slot) → what went wrong when it was filled
+    bad: dict[tuple[int, int], str] = field(default_factory=dict)  # (group, slot) → the fault when it was filled
 
     def run(
         self,
@@ -106,7 +106,7 @@ def words(held: torch.Tensor, group: torch.Tensor, number: torch.Tensor) -> torc
 
 
 def cause(pool: Pool, item: Item, groups: int) -> str:
-    """Why the item's slot does not hold what host memory has of it."""
+    """Why the item's slot does not hold the item of host memory."""
     found = words(pool.staged, torch.tensor([item.group]), torch.tensor([item.slot]))
 
     def like(group: torch.Tensor, number: torch.Tensor) -> bool:

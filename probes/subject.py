@@ -1,7 +1,7 @@
-"""What can be audited, and what each kind of subject can be asked.
+"""Subjects of an audit, and what each kind can do.
 
-A probe names what it `needs`; a subject says what it `can`. What a subject cannot do makes the probe's checks VACUOUS,
-never PASS. The kinds: a checkpoint directory alone (`dsv4.probes.subjects.files`), this project's model
+A probe names what it `needs`; a subject says what it `can`. If a subject lacks a capability, the probe's checks are
+VACUOUS, never PASS. The kinds: a checkpoint directory alone (`dsv4.probes.subjects.files`), this project's model
 (`dsv4.probes.subjects.ours`), transformers' model (`dsv4.probes.subjects.transformers`), a recorded dump
 (`dsv4.probes.subjects.dump`).
 """

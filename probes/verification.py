@@ -104,7 +104,8 @@ def agree(subject: Subject, found: torch.Tensor, wanted: torch.Tensor, where: st
 
 
 def shifted(found: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Whether logits [1, n, vocab] are those of the place before or behind their own: the part that says so, or ''."""
+    """The part that says that logits [1, n, vocab] are those of the place before or after their own; '' if they are
+    not."""
     pairs = {"before": (found[:, 1:], wanted[:, :-1]), "behind": (found[:, :-1], wanted[:, 1:])}
     for side, (a, b) in pairs.items():
         if token_errors(a, b).max() < 0.1 * token_errors(found, wanted).median():
@@ -116,7 +117,7 @@ def shifted(found: torch.Tensor, wanted: torch.Tensor) -> str:
 
 
 class RecordingDrafter(MTPDrafter):
-    """The MTP block as it drafts, and the logits fp32 [1, vocab] of its last drafts."""
+    """The MTP block's drafter, which records the logits fp32 [1, vocab] of its last drafts."""
 
     def begin(self, prompts, model, cache, choose) -> None:
         self.said: list[torch.Tensor] = []
@@ -133,8 +134,8 @@ class RecordingDrafter(MTPDrafter):
 
 
 def texts(subject: Subject, prompt: list[int]) -> Iterator[Check]:
-    """Greedy texts of `generate_speculative` as it verifies by itself: drafts that are known to be right or wrong, and
-    those of the MTP block."""
+    """Greedy texts of `generate_speculative` with the default verification: drafts that are known to be right or wrong,
+    and those of the MTP block."""
     plain, n = decoded(subject, prompt, TEXT), len(prompt)
     for size in SIZES:
         drafter = KnownDrafter([plain.tokens], [size, 0, max(1, size - 1)], subject.config.vocab_size)

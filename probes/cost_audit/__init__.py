@@ -1,2 +1,2 @@
-"""What the probe `cost_model` counts: bytes that a decode step reads, by what its output depends on, and weights by the
-tree that holds them."""
+"""The counts of the probe `cost_model`: bytes that a decode step reads, by what its output depends on, and weights by
+the tree of modules."""

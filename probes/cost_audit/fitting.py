@@ -1,5 +1,5 @@
-"""The fit of the cost model on made-up machines that keep to a known one: what it recovers, and which rows it must not
-look at."""
+"""The fit of the cost model on rows of made-up machines whose costs are known: what it recovers, and which rows it must
+ignore."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def seconds(nbytes: int, finding: str | None, searched: int, batch: int) -> floa
 
 
 def fitted() -> Iterator[Check]:
-    """What the fit gives of sound rows, with outliers among rows that it must not look at, and in a whole session."""
+    """The fit of sound rows, with outliers among rows that it must ignore, and in a whole session."""
     found, rows = fits.fit(made()), made()
     off = lambda value, true: abs(value / true - 1)
     yield _close("β", off(found.bandwidth, BANDWIDTH), len(SHAPES), "bandwidth")
@@ -107,7 +107,7 @@ def _unmoved(part: str, found: CostModel, other: CostModel, of: Callable[[CostMo
 
 
 class Machine:
-    """A timer of a made-up machine, on which what is held out takes nine times as long."""
+    """The timer of a made-up machine on which held-out shapes take nine times as long."""
 
     def __init__(self, predictions: Path):
         self.predictions, self.early = predictions, 0
@@ -122,8 +122,8 @@ class Machine:
 
 
 def _session() -> Iterator[Check]:
-    """A whole session: its cost model is of the shapes that are not held out, and predictions stand on disk before one
-    that is runs."""
+    """A whole session: its cost model is fitted to the shapes that are not held out, and predictions are on disk before
+    a held-out shape runs."""
     source = GQA(Geometry(), {n: POLICIES[n]() for n in ("block-128 bound", "page-16 bound")}, torch.device("cpu"))
     plan = session.Plan.of((1, 2, 8), (8192, 32768, 131072, 1 << 20))
     both = set(plan.fitted) & set(plan.held_out)

@@ -7,12 +7,12 @@ import torch
 from dsv4.probes.cost_audit.watching import Called, Calls, changed, row_bytes
 
 OPERATIONS = ("grouped_attention", "gather_attention", "choose_blocks")
-BOOST = 1e4  # of a summary: its block is then the best
+BOOST = 1e4  # of a summary, so that its block becomes the best
 
 
 def counted(watched: Calls, calls: list[Called], tokens: int) -> dict[str, int]:
-    """Part → bytes of all layers. Attention is looked into in one layer of each kind (operation, window); the others
-    count like it."""
+    """Part → bytes of all layers. Attention is examined in one layer of each kind (operation, window); the others count
+    like it."""
     found, known = Counter(), {}
     for call in calls:
         kind = (
@@ -29,7 +29,7 @@ def counted(watched: Calls, calls: list[Called], tokens: int) -> dict[str, int]:
 
 def _attention(watched: Calls, call: Called, tokens: int) -> dict[str, int]:
     real, (q, keys, values) = watched.real[call.name], call.given[:3]
-    asked = (torch.zeros_like(q), *call.given[1:])  # every row that is seen weighs the same
+    asked = (torch.zeros_like(q), *call.given[1:])  # every visible row has equal weight
     return {
         "keys": _keys(real, asked, tokens) * row_bytes(keys),
         "values": _values(real, asked) * row_bytes(values),
@@ -38,9 +38,9 @@ def _attention(watched: Calls, call: Called, tokens: int) -> dict[str, int]:
 
 
 def _keys(real, given: tuple, tokens: int) -> int:
-    """Keys, of all heads and rows of the batch, whose loss turns the outputs of just their head into NaN.
+    """The number of keys, over all heads and rows of the batch, that turn only their head's outputs into NaN when lost.
 
-    The cache holds NaN beyond its tokens: were one of these read, every row would count.
+    The cache holds NaN beyond its tokens: if one of those were read, every row would count.
     """
     pool = given[1].clone(memory_format=torch.contiguous_format)
     KV, count = pool.shape[1], 0
@@ -53,8 +53,8 @@ def _keys(real, given: tuple, tokens: int) -> int:
 
 
 def _values(real, given: tuple) -> int:
-    """Values, of all heads and rows of the batch, that outputs depend on: of D at once, each a one in a channel of its
-    own among zeros."""
+    """The number of values, over all heads and rows of the batch, that outputs depend on: D values at a time are a one
+    in a channel of their own, and all others zero."""
     B, KV, S, D = given[2].shape
     count = 0
     for first in range(0, S, D):
@@ -66,7 +66,8 @@ def _values(real, given: tuple) -> int:
 
 
 def _summaries(watched: Calls, call: Called) -> dict[str, int]:
-    """Vectors that, made large, bring their block to the head of the distant ones: those that are scored."""
+    """The number of vectors that, made large, bring their block to the head of the distant ones: those that are
+    scored."""
     q, KV, policy = call.given[0], call.given[1], call.given[6]
     middle = q.unflatten(2, (KV, -1)).mean(3)[:, 0].sign()  # [B, KV, D]
     size = 0

@@ -14,10 +14,8 @@ OPERATIONS = ("sparse_attention", "hca_attention")
 def counted(
     config: ModelConfig, watched: Calls, calls: list[Called], scored: list[tuple[int, tuple]], index_scores
 ) -> dict[str, int]:
-    """Part → bytes of all layers; of each kind of layer one is looked into, and the others count like it.
-
-    scored: (layer, what its indexer multiplied); index_scores: the operation that does.
-    """
+    """Part → bytes of all layers; one layer of each kind is examined, and the others count like it. scored: (layer,
+    inputs of its indexer's products); index_scores: the operation that makes them."""
     found, known = Counter(), {}
     for call in calls:
         kind = config.kind(call.layer).value
@@ -53,7 +51,7 @@ def _seen(entries: torch.Tensor | PackedRows, visible: torch.Tensor) -> torch.Te
 
 
 def _index(index_scores, given: tuple) -> dict[str, int]:
-    """Keys of which a change changes a score that is not masked off; scores are written and read."""
+    """The number of keys whose change changes a score that is not masked. Scores are written and read."""
     q, _, keys, _ = given
     right, other = index_scores(*given), index_scores(*changed(given, 2, spoiled(keys)))
     live = right > float("-inf")

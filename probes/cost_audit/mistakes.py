@@ -1,5 +1,4 @@
-"""What a cost model would say that makes one known mistake, so that a wrong one can be explained: part → cause →
-bytes."""
+"""The bytes of a cost model that makes one known mistake, to explain a wrong one: part → cause → bytes."""
 
 import re
 from collections import Counter

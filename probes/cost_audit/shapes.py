@@ -1,4 +1,4 @@
-"""What the cost model says and what was counted, part by part, over many shapes."""
+"""Bytes of the cost model and bytes counted, part by part, over many shapes."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +21,8 @@ class Shapes:
         mistakes: Mapping[str, Mapping[str, int]],
         at: str,
     ) -> None:
-        """Of one step: bytes counted and bytes of the cost model, by part (of all layers, or of each); mistakes: part →
-        cause → bytes of a cost model that makes it."""
+        """Compare one step: bytes counted and bytes of the cost model, by part (of all layers, or of each). mistakes:
+        part → cause → bytes of a cost model that makes it."""
         total: Counter = Counter()
         for one in [said] if isinstance(said, Mapping) else said:
             total.update(one)

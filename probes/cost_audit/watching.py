@@ -1,4 +1,4 @@
-"""Calls of a model's operations, layer by layer, and what of their inputs their outputs depend on."""
+"""Records a model's calls of operations, layer by layer, and finds which of their inputs their outputs depend on."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ import torch
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 
-NAN_E4M3, SIGNS_E2M1 = 0x7F, 0x88  # a byte that is NaN; the signs of two FP4 numbers
+NAN_E4M3, SIGNS_E2M1 = 0x7F, 0x88  # a byte that is NaN; the sign bits of two FP4 numbers
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Calls:
         return out
 
     def taken(self) -> list[Called]:
-        """Calls since this was last asked."""
+        """Calls since the last `taken`."""
         found, self._calls = self._calls, []
         return found
 
@@ -78,7 +78,7 @@ def rows_of(pool: torch.Tensor | PackedRows) -> torch.Tensor:
 
 
 def spoiled(pool: torch.Tensor | PackedRows) -> torch.Tensor | PackedRows:
-    """A copy, of which every row is another: NaN, or of FP4 numbers those of the other sign."""
+    """A copy in which every row is different: NaN, or FP4 numbers with the other sign."""
     pool = copied(pool)
     if not isinstance(pool, PackedRows):
         return pool.fill_(float("nan"))
@@ -92,8 +92,8 @@ def spoiled(pool: torch.Tensor | PackedRows) -> torch.Tensor | PackedRows:
 def read_rows(pool: torch.Tensor | PackedRows, listed: torch.Tensor, run: Callable[[object], torch.Tensor]) -> int:
     """How many rows of a pool the output run(pool) depends on: rows whose loss alone changes a bit of it.
 
-    listed: numbers of the rows that may matter. All others are lost from the start: where that changes a bit, −1 is
-    returned. Of PackedRows of a batch rows are numbered over all its pages.
+    listed: numbers of the rows that may matter. All others are destroyed from the start; if that changes a bit, the
+    result is −1. Of PackedRows of a batch rows are numbered over all its pages.
     """
     bad, right = spoiled(pool), run(pool)
     good, lost = rows_of(pool), rows_of(bad)

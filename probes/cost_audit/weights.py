@@ -11,8 +11,8 @@ from dsv4.moe import Gate
 
 @contextmanager
 def routed(model) -> Iterator[dict[str, set[int]]]:
-    """Name of the module that holds experts → those that its router chose while the `with` block lasts; MTP's are not
-    run."""
+    """Name of the module that holds experts → the experts that its router chose while the `with` block lasts; MTP does
+    not run."""
     chosen: dict[str, set[int]] = {}
     with ExitStack() as undo:
         for name, module in model.named_modules():

@@ -1,5 +1,4 @@
-"""How much of what matters the lightning indexer selects, and whether the model finds needles through it. See
-README.md.
+"""Recall of the lightning indexer, and whether the model finds needles with it. See README.md.
 
 measure: the whole of it. observe: what a subject's CSA layers did at the measured queries. oracle: what they should
 have done.

@@ -1,4 +1,4 @@
-"""What a dense attention over all compressed entries would have looked at, beside a model that attends to a few of
+"""The attention of a dense layer over all compressed entries, in parallel with a model that attends to a few of
 them."""
 
 from collections.abc import Callable, Iterator
@@ -89,7 +89,7 @@ def watched(model: Model, see: Callable) -> AbstractContextManager:
 def window_only(model: Model) -> Iterator[None]:
     """Cut off the compressed branches: CSA and HCA layers attend to their window (and sink) alone.
 
-    Compressors and indexers still run; what they made is not attended to.
+    Compressors and indexers still run; their results are not attended to.
     """
     ops = {id(block.attn.op): block.attn.op for block in (*model.layers, *model.mtp)}.values()
     before = [(op, op.sparse_attention, op.hca_attention) for op in ops]

@@ -1,4 +1,4 @@
-"""Measuring a subject: its indexer on text, and needles beside it."""
+"""Measures a subject: its indexer on text, and needles."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -140,8 +140,8 @@ def _ragged(rows: list[list[int]], cache) -> tuple:
 
 
 def reach(model: CausalLM) -> int:
-    """Tokens that no information gets across through sliding windows alone, layer by layer; NEAR where a model has
-    none."""
+    """Tokens that information cannot cross through sliding windows alone, over all layers; NEAR for a model without
+    windows."""
     windows = getattr(model.config, "windows", None)  # of a GQA model, a layer each
     if windows is not None:
         return sum(w for w in windows if w is not None) or NEAR

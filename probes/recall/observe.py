@@ -1,4 +1,4 @@
-"""What a subject's CSA layers did at the last queries of each context, and what they should have done.
+"""The results of a subject's CSA layers at the last queries of each context, and the right ones.
 
 One pass serves all contexts: a shorter one is the beginning of a longer one. Of this project's model only the measured
 queries are kept, one layer at a time; other subjects are captured whole.
@@ -94,7 +94,7 @@ def observe_model(
 
 @contextmanager
 def _followed(model: Model, growing: dict[int, GrowingOracle]) -> Iterator[None]:
-    """Each oracle is given what its layer's attention is given, before the layer runs."""
+    """Each oracle gets the inputs of its layer's attention, before the layer runs."""
     with ExitStack() as undo:
         for i, oracle in growing.items():
             extend = lambda _, args, oracle=oracle: oracle.extend(args[0])

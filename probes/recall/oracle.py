@@ -1,4 +1,4 @@
-"""What the indexer of one layer should score, on the attention inputs that the subject itself had.
+"""The right index scores of one layer, on the subject's own attention inputs.
 
 The steps are those of `dsv4.probes.oracle` (float64), with roundings where `dsv4.probes.index_oracle` has them. Two
 layers run side by side: `exact` rounds nothing; `matched` has the quantisation simulation and the cache dtype of the

@@ -49,7 +49,7 @@ def measured(
     """(everything that `dsv4 sparse-prefill` reports, as JSON values that fit the schema; name of a cut → layer → map
     of what it kept)."""
     started, model, found = time.time(), subject.model, Found()
-    hidden, notes = hide(model, settings, texts[0])
+    hidden, notes = hide_needles(model, settings, texts[0])
     for text in texts:
         for i, ids in enumerate(rows_of(text, settings.contexts[-1], settings.rows, model.config.bos_token_id)):
             read_row(model, settings, text.name, ids, found, say, first=not i and text is texts[0])
@@ -165,7 +165,7 @@ def quality_rows(found: Found) -> list[dict]:
 Hidden = list[tuple[str, int, needles.Planted]]
 
 
-def hide(model, settings: Settings, text: Text) -> tuple[Hidden, list[str]]:
+def hide_needles(model, settings: Settings, text: Text) -> tuple[Hidden, list[str]]:
     """(haystack, context, its needles; notes), before anything is run: what cannot be asked is known at once. Raises
     InputError."""
     why = (

@@ -1,5 +1,5 @@
-"""Run-time termination of attention: how much it leaves out, at what error, and whether it stops where it should. See
-README.md.
+"""Run-time termination of attention: the share of tiles it skips, the error, and whether it stops at the right tile.
+See README.md.
 
 walk: a query's output after each tile, from its definition in fp64. stops: where the probe and the oracle stop, the
 error, the bound.

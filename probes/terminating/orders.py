@@ -1,8 +1,8 @@
-"""The walks of a model's attention: which tiles each order has, and what is in them.
+"""The walks of a model's attention: the tiles of each order, and their contents.
 
 A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first. CSA: the
 window newest first, then the selected entries by falling index score. HCA: the window, then the entries, newest first.
-The sink logit of CSA and HCA is there from the beginning. Whatever device the model is on, walks are on the host.
+The sink logit of CSA and HCA counts from the beginning. Whatever device the model is on, walks are on the host.
 """
 
 import torch
