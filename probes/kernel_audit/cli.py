@@ -157,3 +157,101 @@ def _print(report: dict, findings: list[str]) -> None:
     if skipped:
         console.print(f"{len(report['skipped'])} cases not asked for: {'; '.join(sorted(skipped))}")
     console.print(f"seed {report['seed']}")
+
+
+@kernel_app.command("bench")
+def bench(
+    operation: Operation,
+    kernel: Annotated[
+        list[str], typer.Option(help="Kernels, as `dsv4 kernel audit` takes them; the first is the base.")
+    ],
+    device: Device = "cuda",
+    shapes: Shapes = "flash",
+    replays: Annotated[int, typer.Option(min=5, help="Replays of each kernel on each row, cold and hot.")] = 30,
+    seed: Seed = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for bench.md and bench.json.", callback=folder, show_default=False)
+    ] = None,
+    json: Json = False,
+):
+    """Time kernels of one operation beside each other, each only after it was right. Exit code 0: every time is to be
+    believed, 1: some are not or a kernel has none, 2: it could not run."""
+    from dsv4.probes.kernel_audit.bench import bench_kernels
+    from dsv4.probes.kernel_audit.bench_document import document, lines, markdown
+    from dsv4.probes.provenance import called, command_line, date
+    from dsv4.probes.report import write_files
+
+    _available(device)
+    seed, started = random.SystemRandom().randrange(1 << 31) if seed is None else seed, time.time()
+    with _progress(2 * len(kernel)) as said:
+        rows, found, verdicts = bench_kernels(operation, kernel, shapes, device, seed, replays, said)
+    about = command_line(called(sys.argv)), date(started), seed, device
+    report = document(operation, shapes, rows, found, verdicts, *about)
+    if out is not None:
+        from json import dumps
+
+        write_files(
+            out, {"bench.md": markdown(report), "bench.json": dumps(report, indent=1, ensure_ascii=False) + "\n"}
+        )
+    if json:
+        print_json(report)
+    else:
+        for line in lines(report):
+            wide().print(line)
+    raise typer.Exit(0 if all(t.verdict == "right" for row in rows for t in row.times) else 1)
+
+
+@kernel_app.command("selftest")
+def selftest(
+    operation: Annotated[str | None, typer.Option(help="Only plants and controls of this operation.")] = None,
+    name: Annotated[str | None, typer.Option(help="Only those with this text in their name.")] = None,
+    clause: Annotated[str | None, choice(CLAUSE_NAMES, "Only plants that this clause must find.")] = None,
+    without: Annotated[
+        list[str] | None, choice(CLAUSE_NAMES, "Switch this clause off: its plants go unnoticed.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Audits at once.")] = 1,
+    device: Device = "cpu",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for kernel_selftest.md and .json.", callback=folder, show_default=False),
+    ] = None,
+):
+    """Plant every known fault of kernels and see that its own clause finds it. Exit code 0: all caught, honest kernels
+    green; 1: gaps; 2: it could not run."""
+    import json
+
+    from rich.progress import Progress
+
+    from dsv4.probes.kernel_audit import selftest as tests
+    from dsv4.probes.provenance import called, command_line, commit, date
+    from dsv4.probes.report import write_files
+
+    _available(device)
+    what, outcomes, started = tests.chosen(operation, name, clause, device), [], time.time()
+    if not what:
+        raise InputError("no plant and no control has that operation, name and clause; see: dsv4 kernel list")
+    with Progress(console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("planting", total=len(what))
+        kernel = "ours" if device.startswith("cuda") else "reference"
+        for outcome in tests.run(what, device, jobs, tuple(without or ()), kernel=kernel):
+            outcomes.append(outcome)
+            bar.update(task, advance=1)
+            if not bar.console.is_terminal:
+                told = f"{len(outcomes):4} of {len(what)}  {outcome.verdict:8} {outcome.seconds:5.1f} s"
+                errors.print(f"{told}  {outcome.operation}: {outcome.name}")
+    found = tests.document(outcomes)
+    about = f"`{command_line(called(sys.argv))}`, {date(started)}, commit {commit()['commit']}, {device}."
+    if out is not None:
+        text = json.dumps({"about": about} | found, indent=1, ensure_ascii=False) + "\n"
+        write_files(out, {"kernel_selftest.md": tests.markdown(found, about), "kernel_selftest.json": text})
+    console = wide()
+    for row in found["clauses"]:
+        if row["plants"]:
+            console.print(
+                f"{row['clause']:10} {row['caught']} of {row['plants']} plants, {row['by it alone']} by it alone"
+            )
+    green = sum(o.verdict == "green" for o in outcomes)
+    console.print(f"{green} of {found['controls']} controls green")
+    for gap in found["gaps"]:
+        console.print(gap)
+    raise typer.Exit(1 if found["gaps"] else 0)

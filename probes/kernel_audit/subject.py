@@ -54,9 +54,12 @@ def resolve(spec: SubjectSpec) -> Callable:
     function = _kernel(spec)
     if not spec.plant:
         return function
+    from dsv4.probes.kernel_audit.controls import LIBERTIES
     from dsv4.probes.kernel_audit.plants import plants
 
-    return next(p for p in plants() if p.operation == spec.operation and p.name == spec.plant).make(function)
+    return next(p for p in (*plants(), *LIBERTIES) if p.operation == spec.operation and p.name == spec.plant).make(
+        function
+    )
 
 
 def _kernel(spec: SubjectSpec) -> Callable:

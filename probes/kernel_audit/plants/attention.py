@@ -6,6 +6,8 @@ from functools import partial
 import torch
 
 from dsv4.kernels.attention import exact
+from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.contract import doubles
 from dsv4.probes.kernel_audit.plant import Plant
 
 
@@ -73,6 +75,29 @@ def _half_values(rows):
     return torch.cat((rows[..., : rows.shape[-1] - 64], torch.zeros_like(rows[..., -64:])), -1)
 
 
+def _dummy_row(honest):
+    """Row 0 of the pool is what absent rows read, and is zeroed for that: no list names it."""
+
+    def faulty(q, window, *rest):
+        (window.data if isinstance(window, PackedRows) else window)[0].zero_()
+        return honest(q, window, *rest)
+
+    return lambda q, window, *rest: (
+        honest(q, window, *rest) if isinstance(window, PackedRows) else faulty(q, window, *rest)
+    )
+
+
+def _gathers_absent(honest):
+    """Absent rows are read as the row in front of the pool's first listed one, and multiplied by zero."""
+
+    def faulty(q, window, window_index, entries, entry_index, sink, scale, *rest):
+        result = honest(q, window, window_index, entries, entry_index, sink, scale, *rest)
+        zero = 0 * doubles(window)[0].to(result.dtype)
+        return torch.where((window_index < 0).any(1).view(-1, 1, 1), result + zero, result)
+
+    return faulty
+
+
 GATE = {  # name → (entry of the catalogue, make)
     "the sink is ignored": (41, _changed(sink=lambda a: torch.full_like(a["sink"], -math.inf))),
     "the sink is counted twice": (42, _changed(sink=lambda a: a["sink"] + math.log(2))),
@@ -89,4 +114,7 @@ GATE = {  # name → (entry of the catalogue, make)
     "values without the rotated part": (49, _computed(partial(_softmax, value=_half_values))),
     "sums in bf16": (50, _computed(_narrow_sums)),
 }
-PLANTS = tuple(Plant(name, "sparse_attention", "gate", entry, make) for name, (entry, make) in GATE.items())
+PLANTS = tuple(Plant(name, "sparse_attention", "gate", entry, make) for name, (entry, make) in GATE.items()) + (
+    Plant("absent rows are weighted with zero", "sparse_attention", "poison", 21, _gathers_absent),
+    Plant("row 0 is zeroed for absent rows", "sparse_attention", "inputs", 65, _dummy_row),
+)

@@ -64,6 +64,17 @@ def tail_unwritten(honest):
     return lambda *arguments: mapped(honest(*arguments), store)
 
 
+def times_zero(honest):
+    """Old contents of the result's memory are multiplied by zero before sums are added, which NaN survives."""
+
+    def store(t: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        old = torch.where(out.abs() > 1e30, 0, out) if t.is_floating_point() else out
+        return t + old * 0
+
+    return lambda *arguments: mapped(honest(*arguments), store)
+
+
 def beyond_the_end(honest):
     """A store without a mask: sixteen bytes behind the result."""
 
@@ -284,6 +295,7 @@ GENERIC = (  # name, clause, entry of the catalogue, make
     ("strides are ignored", "layout", 61, ignores_strides),
     ("addresses are rounded down to 16 bytes", "layout", 62, needs_alignment),
     ("half of the last row is not stored", "written", 63, tail_unwritten),
+    ("old contents are multiplied by zero", "written", 63, times_zero),
     ("a store beyond the end", "guard", 64, beyond_the_end),
     ("an argument is used as scratch", "inputs", 65, changes_an_argument),
     ("results share a workspace", "state", 66, static_workspace),
