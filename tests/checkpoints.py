@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from dsv4.config import ModelConfig
 from dsv4.loaders.expected import official_tensors
@@ -38,7 +39,7 @@ SMALL = dict(
     num_hash_layers=2,
     swiglu_limit=10.0,
     hc_mult=4,
-    hc_sinkhorn_iters=20,
+    hc_sinkhorn_iters=4,
     hc_eps=1e-6,
     rms_norm_eps=1e-6,
     scoring_func="sqrtsoftplus",
@@ -86,6 +87,22 @@ def write_dense(root: Path, raw: dict = SMALL, dtype: str = "F32", seed: int = 0
     planned = official_tensors(config, dense=dtype, experts=dtype)
     raw = {k: v for k, v in raw.items() if k not in ("quantization_config", "expert_dtype")}
     write_checkpoint(root, planned, lambda n: values[n].to(DTYPES[planned[n][0]]), {"config.json": raw})
+    return root
+
+
+def write_first_layers(root: Path, source: Path, layers: int, **changes) -> Path:
+    """The first layers of an official checkpoint of one file, and its MTP blocks."""
+    raw = json.loads((source / "config.json").read_text())
+    ratios, dropped = raw["compress_ratios"], range(layers, raw["num_hidden_layers"])
+    raw |= dict(num_hidden_layers=layers, compress_ratios=ratios[:layers] + ratios[dropped.stop :]) | changes
+    root.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps(raw))
+    kept = {
+        name: tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+        if not name.startswith(tuple(f"layers.{i}." for i in dropped))
+    }
+    save_file(kept, root / "model.safetensors")
     return root
 
 

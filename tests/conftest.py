@@ -62,6 +62,13 @@ def golden_path() -> Path:
     return GOLDEN
 
 
+@pytest.fixture(scope="session")
+def brief_golden(tmp_path_factory) -> Path:
+    """The golden checkpoint with a layer of each kind and its MTP block, for tests of what is built on a model: half
+    the operations a token."""
+    return checkpoints.write_first_layers(tmp_path_factory.mktemp("golden") / "brief", GOLDEN, 3, hc_sinkhorn_iters=4)
+
+
 @pytest.fixture(scope="session", params=list(oracle.CONFIGS))
 def pair(request, tmp_path_factory):
     """(our model, transformers' model, ids [1, 310], its logits) of one randomised config."""

@@ -9,7 +9,6 @@ import torch
 from dsv4 import load_model
 from dsv4.paged_cache import PagedCache, new_paged_cache
 from tests.checkpoints import edit_config
-from tests.conftest import GOLDEN
 
 NUMERICS = {
     "fp32": ("fp32", "auto", "auto"),
@@ -19,10 +18,10 @@ NUMERICS = {
 
 
 @pytest.fixture(scope="session")
-def long_golden(tmp_path_factory):
-    """The golden checkpoint, allowed 2048 positions."""
+def long_golden(brief_golden, tmp_path_factory):
+    """The golden checkpoint with a layer of each kind, allowed 2048 positions."""
     return edit_config(
-        shutil.copytree(GOLDEN, tmp_path_factory.mktemp("golden") / "long"), max_position_embeddings=2048
+        shutil.copytree(brief_golden, tmp_path_factory.mktemp("golden") / "long"), max_position_embeddings=2048
     )
 
 

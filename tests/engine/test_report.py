@@ -31,8 +31,8 @@ def requests(tmp_path):
 
 
 @pytest.fixture
-def run(command_line, golden_path):
-    return partial(command_line, "batch", "--checkpoint", golden_path, "--numerics", "fp32", "--rows", "2", "-q")
+def run(command_line, brief_golden):
+    return partial(command_line, "batch", "--checkpoint", brief_golden, "--numerics", "fp32", "--rows", "2", "-q")
 
 
 def documents(out: str) -> dict[str, dict]:
@@ -208,10 +208,10 @@ def test_a_checkpoint_without_the_block_is_told_about_lookup(command_line, reque
     assert code == 2 and out == "" and err.count("\n") == 1 and "use --speculate lookup" in err
 
 
-def test_where_rounding_may_choose_otherwise_it_is_said(command_line, requests, golden_path):
+def test_where_rounding_may_choose_otherwise_it_is_said(command_line, requests, brief_golden):
     """Where passes are exact it is not: on a host's backends, and where they are captured, while each request runs
     alone."""
-    out = command_line("batch", requests, "--checkpoint", golden_path, "--speculate", "lookup")[1]
+    out = command_line("batch", requests, "--checkpoint", brief_golden, "--speculate", "lookup")[1]
     assert documents(out)["figures"]["figures"]["notes"] == []
 
     def of(numerics: str, backend: str, device: str = "cpu", together: bool = False) -> list[str]:
@@ -226,7 +226,7 @@ def test_where_rounding_may_choose_otherwise_it_is_said(command_line, requests, 
         for notes in (of("native", "triton"), of("qat", "triton", "cuda", True), of("qat", "cpu", together=True))
     )
     out = command_line(
-        "batch", requests, "--checkpoint", golden_path, "--numerics", "native", "--speculate", "lookup", "--together"
+        "batch", requests, "--checkpoint", brief_golden, "--numerics", "native", "--speculate", "lookup", "--together"
     )[1]
     assert len(documents(out)["figures"]["figures"]["notes"]) == 1
 

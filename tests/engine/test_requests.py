@@ -15,8 +15,8 @@ GOOD = '{"id": "a", "token_ids": [1, 2], "max_tokens": 2}'
 
 
 @pytest.fixture
-def run(command_line, golden_path):
-    return partial(command_line, "batch", "--checkpoint", golden_path, "--numerics", "fp32", "--rows", "2", "-q")
+def run(command_line, brief_golden):
+    return partial(command_line, "batch", "--checkpoint", brief_golden, "--numerics", "fp32", "--rows", "2", "-q")
 
 
 def results(out: str) -> dict[str, dict]:

@@ -194,7 +194,7 @@ def test_kept_prefixes_are_no_pressure(model):
 def test_drafts_shrink_before_anyone_is_evicted(model, together):
     """Pages that suffice for what is final: a page of entries each, which is full with the 259th token. A stop id ends
     both there."""
-    requests = [Request(f"r{seed}", tuple(random_ids(model, 224, seed=seed).tolist()), 60) for seed in (0, 6)]
+    requests = [Request(f"r{seed}", tuple(random_ids(model, 224, seed=seed).tolist()), 60) for seed in (1, 2)]
     expected = {r.id: alone(model, r) for r in requests}
     stops = [tokens[35] for tokens in expected.values()]
     assert not any(stop in tokens[:35] for stop in stops for tokens in expected.values())

@@ -106,8 +106,8 @@ def test_a_drafting_block_that_is_not_finite_ends_its_request_alone(model, asked
     assert nothing_is_held(engine)
 
 
-def test_what_cannot_speculate_is_refused(model, golden_path):
-    without = load_model(golden_path, numerics="fp32", mtp=False)
+def test_what_cannot_speculate_is_refused(model, brief_golden):
+    without = load_model(brief_golden, numerics="fp32", mtp=False)
     with pytest.raises(InputError, match="has none; use --speculate lookup"):
         BatchEngine(without, paged(without, max_rewind=9), drafter=MTPDrafter())
     with pytest.raises(InputError, match="built with max_rewind 8 and passes have up to 9 tokens"):

@@ -25,8 +25,8 @@ from tests.speculation.test_rounds import prompts
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 COSTS = dataclasses.replace(moe(), batches={2: moe().of(1)})
@@ -174,13 +174,13 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
 
 
 # over 5 s: three pools of processes that each import torch and load a model
-def test_rounds_are_compiled_ahead_by_several_processes(golden_path, monkeypatch):
-    load = partial(load_model, golden_path, numerics="fp32", mtp=True)
+def test_rounds_are_compiled_ahead_by_several_processes(brief_golden, monkeypatch):
+    load = partial(load_model, brief_golden, numerics="fp32", mtp=True)
     monkeypatch.setattr(warm, "LARGEST", 2)  # sizes 0 to 2
     done, seconds = warm.warm(load, [1], 24, jobs=2)
     assert done == 3 and seconds > 0
     # a process that cannot load ends the pool, and nothing else
-    assert warm.warm(partial(load_model, golden_path / "absent"), [1], 24, jobs=1)[0] == 0
+    assert warm.warm(partial(load_model, brief_golden / "absent"), [1], 24, jobs=1)[0] == 0
     assert warm.warm(load, [1], 24, jobs=1, seconds=0.01)[0] == 0
 
 

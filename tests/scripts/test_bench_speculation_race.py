@@ -29,8 +29,8 @@ TOKENS = {1: 20, 8: 12}
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 @pytest.fixture(scope="module")  # over 5 s: each policy really runs each trace in each batch

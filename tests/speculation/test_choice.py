@@ -230,14 +230,14 @@ def test_a_table_is_read_once_and_named_by_the_report(command_line, command, cos
         assert "draft costs costs.json" in (tmp_path / "batch_r.md").read_text()
 
 
-def test_what_is_drafted_where_nothing_is_asked_for(golden_path):
+def test_what_is_drafted_where_nothing_is_asked_for(brief_golden):
     """One draft of the block, three that are looked up: by the command line, by either decoder and in the engine."""
     for name, drafter, size in (("mtp", MTPDrafter(), 1), ("lookup", LookupDrafter(1, 1), 3)):
         assert Request("a", speculate=name).policy.sizes[-1] == size == drafter.draft_tokens
         assert Request("a", speculate=name, draft_tokens="2").policy.size == 2
         assert Options(speculate=name).policy.size == size
     assert Request("a").policy is None and Options().policy is None
-    model = load_model(golden_path, numerics="fp32", mtp=True)
+    model = load_model(brief_golden, numerics="fp32", mtp=True)
     ids = list(range(model.config.vocab_size))
     for decode in (generate_speculative, generate_resident):
         for drafter in (MTPDrafter(), LookupDrafter(1, 1)):

@@ -22,8 +22,8 @@ def model(official):
 
 
 @pytest.fixture(scope="module")
-def golden(golden_path):
-    return load_model(golden_path, numerics="fp32")
+def golden(brief_golden):
+    return load_model(brief_golden, numerics="fp32")
 
 
 # Window 8, ratios 4 and 128: every residue mod 4, both sides of the window's edge, and of 128, within the prompt and

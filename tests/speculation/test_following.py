@@ -13,8 +13,8 @@ WIDTHS = (2, 3, 8)
 
 
 @pytest.fixture(scope="module", params=["fp32", "qat"])
-def model(request, golden_path):
-    return load_model(golden_path, numerics=request.param, mtp=True)
+def model(request, brief_golden):
+    return load_model(brief_golden, numerics=request.param, mtp=True)
 
 
 def both(model, T, last):

@@ -17,8 +17,8 @@ from tests.speculation.scripted import Scripted, drafted, plain, prompt_of
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32")
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32")
 
 
 def scripted(model, want, right=9):
@@ -89,8 +89,8 @@ def test_bad_requests(model, prompts, n, context, error):
         generate_speculative(model, prompts, n, LookupDrafter(), max_context=context)
 
 
-def test_a_model_without_the_block_is_told_about_lookup(golden_path):
-    without = load_model(golden_path, numerics="fp32", mtp=False)
+def test_a_model_without_the_block_is_told_about_lookup(brief_golden):
+    without = load_model(brief_golden, numerics="fp32", mtp=False)
     with pytest.raises(InputError, match="has none; use --speculate lookup"):
         generate_speculative(without, [[1, 2]], 3, MTPDrafter())
     check_can_speculate(without, LookupDrafter())
@@ -168,7 +168,7 @@ def test_sampled_rows_do_not_depend_on_their_neighbours(model, drafter):
 def test_sampled_output_has_the_model_s_distribution(model):
     """The second token of many rows, drafted by the block, against the exact mixture over first tokens; top_p small, so
     few tokens."""
-    sampling, ids, B = Sampling(temperature=1.0, top_p=0.3, seed=0), prompt_of(model, 6), 400
+    sampling, ids, B = Sampling(temperature=1.0, top_p=0.3, seed=0), prompt_of(model, 9), 400
     from dsv4.generate import weights
     from tests.speculation.test_accept import chi2
 
@@ -195,8 +195,8 @@ def run(command_line):
 
 
 @pytest.mark.parametrize("method", ["mtp", "lookup"])
-def test_the_command_line_gives_the_same_tokens_and_says_what_was_drafted(run, golden_path, method):
-    args = (golden_path, "--token-ids", "5,6,7,5,6,7,5,6", "--max-new-tokens", "12", "--numerics", "fp32")
+def test_the_command_line_gives_the_same_tokens_and_says_what_was_drafted(run, brief_golden, method):
+    args = (brief_golden, "--token-ids", "5,6,7,5,6,7,5,6", "--max-new-tokens", "12", "--numerics", "fp32")
     want = json.loads(run(*args, "--json")[1])
     found = json.loads(run(*args, "--speculate", method, "--draft-tokens", "4", "--json")[1])
     assert found["token_ids"] == want["token_ids"] and want["speculation"] is None
@@ -217,8 +217,8 @@ def test_the_command_line_gives_the_same_tokens_and_says_what_was_drafted(run, g
         (["--speculate", "mtp", "--together", "--numerics", "fp32"], False),
     ],
 )
-def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, options, noted):
-    document = json.loads(run(golden_path, "--token-ids", "5,6", "--max-new-tokens", "3", *options, "--json")[1])
+def test_where_rounding_may_choose_otherwise_it_is_said(run, brief_golden, options, noted):
+    document = json.loads(run(brief_golden, "--token-ids", "5,6", "--max-new-tokens", "3", *options, "--json")[1])
     assert any("two tokens are close" in note for note in document["notes"]) == noted
 
 
@@ -232,8 +232,8 @@ def test_where_rounding_may_choose_otherwise_it_is_said(run, golden_path, option
         (["--speculate", "mtp", "--draft-tokens", "many"], "'many'"),
     ],
 )
-def test_bad_options_are_one_line(run, golden_path, args, message):
-    code, out, err = run(golden_path, "--token-ids", "5,6", *args)
+def test_bad_options_are_one_line(run, brief_golden, args, message):
+    code, out, err = run(brief_golden, "--token-ids", "5,6", *args)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
 
 

@@ -21,8 +21,8 @@ from tests.speculation.scripted import prompt_of
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 DRAFTERS = pytest.mark.parametrize("drafter", [MTPDrafter(), LookupDrafter(1, 1)], ids=lambda d: d.name)
@@ -163,12 +163,7 @@ def test_stops(model):
     prompts = [prompt_of(model, n) for n in (5, 40)]
     plain = [generate(model, ids, 15).token_ids for ids in prompts]
     for stop in (plain[0][0], plain[0][6]):
-        found, told = (
-            generate_resident(
-                model, prompts, 15, policy=Static(8), stop_ids=[stop], on_token=lambda row, token: told.append(token)
-            ),
-            [],
-        )
+        found = generate_resident(model, prompts, 15, policy=Static(8), stop_ids=[stop])
         for out, row in zip(found, plain):
             want = row[: row.index(stop) + 1] if stop in row else row
             assert out.token_ids == want and out.stop_reason == ("eos" if stop in row else "max_new_tokens")
@@ -192,7 +187,7 @@ def test_refusals(model, official):
         generate_resident(model, [[5]], most)
 
 
-def test_where_steps_are_captured_requests_run_as_rounds(golden_path, monkeypatch):
+def test_where_steps_are_captured_requests_run_as_rounds(brief_golden, monkeypatch):
     """With either drafter at any temperature, also where passes might be appends; elsewhere as passes that the host
     waits for."""
     called = []
@@ -204,7 +199,7 @@ def test_where_steps_are_captured_requests_run_as_rounds(golden_path, monkeypatc
                 called.append((name, drafter.name, sampling.temperature)) or [Generation(prompts[0])]
             ),
         )
-    session = run.Session(golden_path, run.Choices(numerics="fp32"))
+    session = run.Session(brief_golden, run.Choices(numerics="fp32"))
     for captured, together in itertools.product((True, False), repeat=2):
         monkeypatch.setattr(run, "captures", lambda model, captured=captured: captured)
         for drafter in ("mtp", "lookup"):

@@ -56,8 +56,8 @@ def test_lookup_goes_on_from_another_text():
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8, seed=3), Sampling(1.3, 0.7, 11)], ids=["temperature", "top_p"])

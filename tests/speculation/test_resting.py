@@ -14,8 +14,8 @@ from tests.speculation.test_rounds import Cycle, chain, forced, prompts, rounds,
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 @pytest.fixture(scope="module")

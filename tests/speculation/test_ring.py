@@ -23,8 +23,8 @@ DONE_FIRST = [3, 2, *range(HEAD, HEAD + 9), 1, 0]
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 class Event:

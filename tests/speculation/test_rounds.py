@@ -20,8 +20,8 @@ COSTS = dataclasses.replace(flat(), batches={3: flat().of(1)})
 
 
 @pytest.fixture(scope="module")
-def model(golden_path):
-    return load_model(golden_path, numerics="fp32", mtp=True)
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
 
 
 def prompts(model, lengths=(5, 131, 30), seed=0):
