@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests sta
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined, so before anything that imports one
 
-from dsv4 import cli, load_model
+from dsv4 import load_model
 from tests import checkpoints, oracle
+from tests.commands import exit_code
 from tests.sweep import mark_sweeps
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
@@ -86,20 +86,10 @@ def official(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def command_line(monkeypatch, capsys):
+def command_line(capsys):
     """Function: run `dsv4 …` in this process → (exit code, stdout, stderr)."""
 
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        out = capsys.readouterr()
-        return code, out.out, out.err
-
-    return call
+    return lambda *words: (exit_code(*words), *capsys.readouterr())
 
 
 @pytest.fixture

@@ -30,6 +30,11 @@ class Text:
         }
 
 
+# ids by (hash of tokenizer.json, text), of the last two: help topics take seconds to encode, and a process may read
+# them for several reports
+ENCODED: dict[tuple[bytes, str], np.ndarray] = {}
+
+
 def read_text(file: Path | None, checkpoint: Path, vocab_size: int, tokens: int, seed: int) -> Text:
     """The text of `file` (default: help topics), or `tokens` random ids if the checkpoint has no tokenizer.
 
@@ -45,9 +50,12 @@ def read_text(file: Path | None, checkpoint: Path, vocab_size: int, tokens: int,
         return Text(f"random ids (seed {seed}): the checkpoint has no tokenizer.json", None, ids)
     name, text = help_topics() if file is None else (file.name, _read(file))
     tokenizer = Tokenizer(checkpoint, vocab_size)
-    return Text(
-        name, hashlib.sha256(text.encode()).hexdigest(), np.array(tokenizer.encode(text), dtype=np.int64), tokenizer
-    )
+    known = hashlib.sha256((checkpoint / "tokenizer.json").read_bytes()).digest(), text
+    if known not in ENCODED:
+        ENCODED[known] = np.array(tokenizer.encode(text), dtype=np.int64)
+        while len(ENCODED) > 2:
+            del ENCODED[next(iter(ENCODED))]
+    return Text(name, hashlib.sha256(text.encode()).hexdigest(), ENCODED[known].copy(), tokenizer)
 
 
 def help_topics() -> tuple[str, str]:

@@ -12,6 +12,7 @@ import torch
 
 from dsv4.cost_model import measure
 from dsv4.probes import provenance
+from tests.commands import exit_code
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
 SMALL = (
@@ -42,9 +43,6 @@ SMALL = (
 def measured(tmp_path_factory):
     """A run on this processor: (exit code, folder). Everything runs; the clock is one of a cost model, since that of a
     busy processor is noise."""
-    import sys
-
-    from dsv4 import cli
 
     folder, real = tmp_path_factory.mktemp("regime"), measure._fastest
 
@@ -54,11 +52,9 @@ def measured(tmp_path_factory):
             for m in real(made, times, held_out)
         ]
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(sys, "argv", ["dsv4", *SMALL, "--out", str(folder)])
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "_fastest", by_bill)
-        cli.main()
-    return stop.value.code, folder
+        return exit_code(*SMALL, "--out", folder), folder
 
 
 def test_it_measures_fits_predicts_and_draws(measured):

@@ -1,9 +1,11 @@
 """Random weights of a geometry: every parameter filled, gains near 1, reproducible, refusals in one line."""
 
+import json
+
 import pytest
 import torch
 
-from dsv4 import cli, dummy
+from dsv4 import dummy
 from dsv4.dummy import fill_cache, load_dummy
 from dsv4.errors import InputError
 from dsv4.graph import DecodeGraph
@@ -52,7 +54,7 @@ def test_a_filled_cache_is_decoded_from(small_flash, cache, index_cache):
         fill_cache(held, [4])
 
 
-def test_layers_and_refusals(small_flash, capsys, monkeypatch):
+def test_layers_and_refusals(small_flash, command_line):
     assert len(load_dummy("flash", layers=2).layers) == 2
     for arguments, message in (
         (("grand",), "expected flash or pro"),
@@ -66,21 +68,13 @@ def test_layers_and_refusals(small_flash, capsys, monkeypatch):
         (["demo", "--layers", "2", "--prompt", "x"], "--layers belongs to"),
         (["--dummy-weights", "flash", "--prompt", "x", "--prompt-tokens", "3"], "comes from one of them"),
     ):
-        monkeypatch.setattr("sys.argv", ["dsv4", "generate", *options])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        assert stop.value.code == 2 and message in capsys.readouterr().err
+        code, _, err = command_line("generate", *options)
+        assert code == 2 and message in err
 
 
-def test_generate_without_a_checkpoint(small_flash, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "sys.argv",
-        ["dsv4", "generate", "--dummy-weights", "flash", "--prompt-tokens", "20", "--max-new-tokens", "3", "--json"],
-    )
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    import json
-
-    document = json.loads(capsys.readouterr().out)
-    assert stop.value.code == 0 and len(document["token_ids"]) == 3 and len(document["prompt_token_ids"]) == 20
+def test_generate_without_a_checkpoint(small_flash, command_line):
+    asked = ("--dummy-weights", "flash", "--prompt-tokens", 20, "--max-new-tokens", 3, "--json")
+    code, out, _ = command_line("generate", *asked)
+    document = json.loads(out)
+    assert code == 0 and len(document["token_ids"]) == 3 and len(document["prompt_token_ids"]) == 20
     assert "random weights" in document["checkpoint"] and document["load"] is None

@@ -311,10 +311,8 @@ def test_a_bad_line_is_a_result_and_the_others_are_requests(line, match):
 
 
 @pytest.mark.parametrize("given", ["file", "-"])
-def test_text_that_is_no_unicode_is_its_lines_own_error(given, tmp_path, monkeypatch, capsys):
+def test_text_that_is_no_unicode_is_its_lines_own_error(given, tmp_path, monkeypatch, command_line):
     """Half of a surrogate pair, and a byte that is no UTF-8; the file begins with a byte order mark."""
-    from dsv4.cli import main
-
     held = (
         b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}\n{"prompt": "\\ud800"}\n{"prompt": '
         b'"\xff"}\n{"token_ids": [1], "max_tokens": 140000}'
@@ -322,15 +320,11 @@ def test_text_that_is_no_unicode_is_its_lines_own_error(given, tmp_path, monkeyp
     file = tmp_path / "requests.jsonl"
     file.write_bytes(held)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(held)))
-    monkeypatch.setattr(
-        "sys.argv",
-        ["dsv4", "batch", "-" if given == "-" else str(file), "--checkpoint", str(ROOT / "demo"), "--numerics", "fp32"],
-    )
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    asked = ("batch", "-" if given == "-" else file, "--checkpoint", ROOT / "demo", "--numerics", "fp32")
+    code, out, _ = command_line(*asked)
+    found = [json.loads(line) for line in out.splitlines()]
     errors = {d["id"]: d["error"] for d in found if "id" in d}
-    assert stopped.value.code == 1 and errors["line 1"] is None and len(found) == 5
+    assert code == 1 and errors["line 1"] is None and len(found) == 5
     assert (
         "no Unicode; expected UTF-8" in errors["line 2"]["message"]
         and "'\\udcff' at character 1" in errors["line 3"]["message"]
@@ -338,9 +332,7 @@ def test_text_that_is_no_unicode_is_its_lines_own_error(given, tmp_path, monkeyp
     assert "max_position_embeddings) that the checkpoint takes" in errors["line 4"]["message"]
 
 
-def test_the_command_writes_a_result_a_line_and_the_figures(long_golden, tmp_path, monkeypatch, capsys):
-    from dsv4.cli import main
-
+def test_the_command_writes_a_result_a_line_and_the_figures(long_golden, tmp_path, command_line):
     file = tmp_path / "requests.jsonl"
     lines = [
         {"id": "a", "token_ids": [1, 2, 3], "max_tokens": 4},
@@ -348,13 +340,10 @@ def test_the_command_writes_a_result_a_line_and_the_figures(long_golden, tmp_pat
         {"prompt": "text"},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\nnot JSON\n")
-    monkeypatch.setattr(
-        "sys.argv", ["dsv4", "batch", str(file), "--checkpoint", str(long_golden), "--numerics", "fp32", "--rows", "2"]
-    )
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    found = {d.get("id", "figures"): d for d in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert stopped.value.code == 1 and len(found) == 5
+    asked = ("batch", file, "--checkpoint", long_golden, "--numerics", "fp32", "--rows", "2")
+    code, out, _ = command_line(*asked)
+    found = {d.get("id", "figures"): d for d in map(json.loads, out.splitlines())}
+    assert code == 1 and len(found) == 5
     assert (
         len(found["a"]["token_ids"]) == 4
         and found["a"]["error"] is None

@@ -1,8 +1,6 @@
 """Models that fidelity is measured on: small ones with random weights, and a GQA model whose decoding obeys a
 policy."""
 
-import sys
-
 import pytest
 
 from dsv4 import load_model
@@ -56,15 +54,5 @@ def one_layer(tmp_path_factory):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Function: `dsv4 …` in this process → (exit code, stdout, stderr)."""
-    from dsv4 import cli
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        found = capsys.readouterr()
-        return stop.value.code or 0, found.out, found.err
-
-    return call
+def run(command_line):
+    return command_line

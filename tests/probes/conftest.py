@@ -6,20 +6,11 @@ import warnings
 
 import pytest
 
-from dsv4 import cli
-
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(command_line):
     """Function: `dsv4 audit` with these words → (exit code, what it said)."""
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", "audit", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, capsys.readouterr().err
-
-    return call
+    return lambda *words: command_line("audit", *words)[::2]
 
 
 @pytest.fixture

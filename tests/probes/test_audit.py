@@ -1,11 +1,9 @@
 """`dsv4 audit`: exit codes, budget, subjects, what it writes."""
 
 import json
-import sys
 
 import pytest
 
-from dsv4 import cli
 from dsv4.errors import InputError
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.probes.audit import audit, open_subject, seconds
@@ -14,25 +12,14 @@ from dsv4.probes.probe import CATALOGUE
 from dsv4.probes.result import Status
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["dsv4", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code or 0, capsys.readouterr().err
-
-    return call
-
-
 def test_a_clean_probe_ends_with_0_and_writes_every_format(run, official, tmp_path):
-    code, err = run("audit", official, "--probe", "isolation", "--out", tmp_path)
+    code, err = run(official, "--probe", "isolation", "--out", tmp_path)
     assert code == 0 and "PASS" in err and "isolation" in err
     assert {f.suffix for f in tmp_path.iterdir()} == {".md", ".html", ".json", ".xml", ".sarif"}
     [file] = tmp_path.glob("*.json")
     report = json_report.load(file)
     assert [section["probe"] for section in report["sections"]] == ["isolation"] and report["verdict"] == "clean"
-    code, err = run("audit", "report", file, "--out", tmp_path / "again", "--baseline", file)
+    code, err = run("report", file, "--out", tmp_path / "again", "--baseline", file)
     assert (
         code == 0
         and "clean" in err
@@ -43,13 +30,13 @@ def test_a_clean_probe_ends_with_0_and_writes_every_format(run, official, tmp_pa
 
 def test_another_backend_does_not_write_over_the_first(run, official, tmp_path):
     for backend in ("cpu", "reference"):
-        assert run("audit", official, "--probe", "config_ledger", "--backend", backend, "--out", tmp_path)[0] == 0
+        assert run(official, "--probe", "config_ledger", "--backend", backend, "--out", tmp_path)[0] == 0
     stem = f"{official.name}_ours_fp32"
     assert {f.name for f in tmp_path.glob("*.md")} == {f"{stem}.md", f"{stem}_reference.md"}
 
 
 def test_what_a_subject_cannot_do_is_no_success(run, official):
-    code, err = run("audit", official, "--subject", "files", "--probe", "isolation")
+    code, err = run(official, "--subject", "files", "--probe", "isolation")
     assert code == 2 and "VACUOUS" in err
 
 
@@ -62,7 +49,7 @@ def test_what_a_subject_cannot_do_is_no_success(run, official):
     ],
 )
 def test_bad_input_is_one_line_and_2(run, official, args, message):
-    code, err = run("audit", official, *args)
+    code, err = run(official, *args)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
 
 
@@ -87,18 +74,18 @@ def test_seconds():
 
 
 def test_two_audits_are_compared(run, official, tmp_path, capsys):
-    run("audit", "run", official, "--probe", "isolation", "--out", tmp_path)
+    run("run", official, "--probe", "isolation", "--out", tmp_path)
     [file] = tmp_path.glob("*.json")
-    code, _ = run("audit", "diff", file, file)
+    code, _ = run("diff", file, file)
     assert code == 0
     report = json_report.load(file)
     report["sections"][0]["checks"][0]["status"] = "FAIL"
     worse = tmp_path / "worse.json"
     worse.write_text(json.dumps(report))
-    code, _ = run("audit", "diff", file, worse, "--out", tmp_path / "diff.md")
+    code, _ = run("diff", file, worse, "--out", tmp_path / "diff.md")
     assert code == 1 and "a row in a batch equals the row alone" in (tmp_path / "diff.md").read_text()
-    code, err = run("audit", "diff", file, tmp_path / "absent.json")
+    code, err = run("diff", file, tmp_path / "absent.json")
     assert code == 2 and len(err.strip().splitlines()) == 1
     (tmp_path / "w.json").write_text("{}")
-    code, err = run("audit", "diff", file, file, "--waivers", tmp_path / "w.json")
+    code, err = run("diff", file, file, "--waivers", tmp_path / "w.json")
     assert code == 2 and "expected a list" in err

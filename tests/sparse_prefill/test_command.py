@@ -4,14 +4,13 @@ import contextlib
 import copy
 import io
 import json
-import sys
 
 import pytest
 
-from dsv4 import cli
 from dsv4.probes.formats import schema
 from dsv4.probes.recall import plots as recall_plots
 from dsv4.probes.sparse_prefill import document, markdown, plots
+from tests.commands import exit_code
 from tests.dsv4.test_cli import demo  # noqa: F401  (fixture: a DeepSeek-V4 checkpoint)
 from tests.texts import PROSE
 
@@ -46,11 +45,9 @@ def report(gqa_path, prose, tmp_path_factory):
         "--out",
         tmp_path,
     )
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        patch.setattr(sys, "argv", ["dsv4", *map(str, given)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-    assert not stop.value.code, err.getvalue()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = exit_code(*given)
+    assert code == 0, err.getvalue()
     found = json.loads(out.getvalue())
     assert found == json.loads((tmp_path / "sparse_prefill_gqa.json").read_text())
     return found, (tmp_path / "sparse_prefill_gqa.md").read_text(), tmp_path
