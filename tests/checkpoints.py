@@ -60,6 +60,9 @@ SMALL = dict(
     ),
 )
 
+# a layer of each kind, one of which chooses experts by a table
+BRIEF = SMALL | dict(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1)
+
 
 def plain(name: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     """Normal, of the size that keeps activations near 1; norms around 1."""

@@ -46,9 +46,11 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was made until here stays: the garbage collector need not go through it again and again."""
+    """What was made until here stays: the garbage collector need not go through it again and again, nor through what
+    is made now after every 700 objects."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,6 +85,12 @@ def pair(request, tmp_path_factory):
 def official(tmp_path_factory) -> Path:
     """A small official checkpoint: FP8, MXFP4 experts, sharded, with MTP."""
     return checkpoints.write_official(tmp_path_factory.mktemp("checkpoint") / "official")
+
+
+@pytest.fixture(scope="session")
+def brief_official(tmp_path_factory) -> Path:
+    """That with a layer of each kind: half the operations a token."""
+    return checkpoints.write_official(tmp_path_factory.mktemp("checkpoint") / "brief", checkpoints.BRIEF)
 
 
 @pytest.fixture

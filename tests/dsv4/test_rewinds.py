@@ -16,11 +16,11 @@ CONTEXT = 96  # of windows of 8 tokens, and compression in fours
 
 
 @pytest.fixture(scope="module", params=["plain", "packed"])
-def small(request, official):
+def small(request, brief_official):
     """A checkpoint with an MTP block, its caches in fp32 or in bytes."""
     if request.param == "plain":
-        return load_model(official, numerics="fp32", backend="cpu")
-    return load_model(official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
+        return load_model(brief_official, numerics="fp32", backend="cpu")
+    return load_model(brief_official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
 
 
 class Pair:

@@ -32,14 +32,14 @@ def model(long_golden):
 
 
 @pytest.fixture(scope="session", params=["fp32, reference", *NUMERICS])
-def numeric_model(request, official, model, long_golden):
+def numeric_model(request, brief_official, model, long_golden):
     """The model in fp32, and a quantised checkpoint with packed caches."""
     if request.param == "fp32":
         return model
     if request.param == "fp32, reference":
         return load_model(long_golden, numerics="fp32", backend="reference")
     numerics, cache, index = NUMERICS[request.param]
-    return load_model(official, numerics=numerics, backend="cpu", cache=cache, index_cache=index)
+    return load_model(brief_official, numerics=numerics, backend="cpu", cache=cache, index_cache=index)
 
 
 def shuffled(cache: PagedCache, seed: int = 0) -> PagedCache:

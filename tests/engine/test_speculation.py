@@ -243,11 +243,11 @@ def test_evicted_requests_resume_with_the_same_output(model, drafter):
 # Over 5 s: quantised prompts of two pages are read three times and more, as the second request waits for pages.
 @pytest.mark.few(numerics=["qat"], drafter=["mtp"])
 @pytest.mark.parametrize("numerics, drafter", [("fp32", "mtp"), ("qat", "mtp"), ("qat", "known")])
-def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(official, model, numerics, drafter):
+def test_a_resumed_row_has_the_bits_of_one_that_was_never_evicted(brief_official, model, numerics, drafter):
     """The logits behind each token and each draft, where a pass of other tokens would round otherwise, and where it
     would quantise otherwise."""
     if numerics == "qat":
-        model = load_model(official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
+        model = load_model(brief_official, numerics="qat", backend="cpu", cache="fp8", index_cache="fp4")
     asked = prompts_of(model, 2, 256, 8, sampling=SAMPLED)
     make = MTPDrafter if drafter == "mtp" else partial(knowing, model, asked, 2)
     found = []

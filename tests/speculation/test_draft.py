@@ -12,8 +12,8 @@ from tests.speculation.scripted import drafted, prompt_of
 
 
 @pytest.fixture(scope="module")
-def model(official):
-    return load_model(official, numerics="fp32")
+def model(brief_official):
+    return load_model(brief_official, numerics="fp32")
 
 
 class Watched(MTPDrafter):

@@ -17,8 +17,8 @@ FORMATS = [("native", "auto", "auto"), ("qat", "auto", "auto"), ("qat", "fp8", "
 
 
 @pytest.fixture(scope="module")
-def model(official):
-    return load_model(official, numerics="fp32")
+def model(brief_official):
+    return load_model(brief_official, numerics="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +152,10 @@ def test_ragged_rows_equal_each_row_alone(model):
 @pytest.mark.parametrize("verify", [SingleSteps, default])
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
 def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
-    official, numerics, cache, index_cache, verify
+    brief_official, numerics, cache, index_cache, verify
 ):
     """Where no rounding differs, tokens and the logits of what follows are equal to the last bit."""
-    model = load_model(official, numerics=numerics, cache=cache, index_cache=index_cache)
+    model = load_model(brief_official, numerics=numerics, cache=cache, index_cache=index_cache)
     for length in (7, 126):
         ids, held = prompt_of(model, length), []
         want = plain(model, ids, 10)
@@ -192,9 +192,9 @@ def test_the_demo_checkpoint(numerics, cache, index_cache):
 
 
 @pytest.mark.parametrize("drafter", [MTPDrafter, LookupDrafter], ids=["mtp", "lookup"])
-def test_layers_read_from_disk(model, official, drafter):
+def test_layers_read_from_disk(model, brief_official, drafter):
     """The head, the block and most layers are not in memory between passes."""
-    spread = load_model(official, numerics="fp32", device_map="auto", max_memory={"cpu": model.nbytes // 2})
+    spread = load_model(brief_official, numerics="fp32", device_map="auto", max_memory={"cpu": model.nbytes // 2})
     assert "disk" in spread.placement.values()
     ids = [5, 6, 7, 8] * 3
     assert drafted(spread, [ids], 6, drafter())[0].token_ids == plain(model, ids, 6)

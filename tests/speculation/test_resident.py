@@ -56,8 +56,8 @@ def test_tokens_and_counts_are_those_of_the_loop(model, policy, drafter):
     assert found[1].speculation.proposed or policy.sizes == (0,)
 
 
-def test_lookup_needs_no_block(official):
-    model = load_model(official, numerics="fp32", mtp=False)
+def test_lookup_needs_no_block(brief_official):
+    model = load_model(brief_official, numerics="fp32", mtp=False)
     ids = every(model)
     out = generate_resident(model, [ids], 30, LookupDrafter(1, 1))[0]
     assert (
@@ -176,10 +176,10 @@ def test_a_full_context_is_told_after_all_that_fits(model):
     assert told == generate(model, ids, 5).token_ids
 
 
-def test_refusals(model, official):
+def test_refusals(model, brief_official):
     with pytest.raises(InputError, match="the prompt is empty"):
         generate_resident(model, [[]], 3)
-    without = load_model(official, numerics="fp32", mtp=False)
+    without = load_model(brief_official, numerics="fp32", mtp=False)
     with pytest.raises(InputError, match="use --speculate lookup"):
         generate_resident(without, [[5]], 3)
     most = model.config.max_position_embeddings
