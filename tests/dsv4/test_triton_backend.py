@@ -25,12 +25,15 @@ CACHES = [
 ]
 
 # The interpreter takes seconds a layer: one of each kind there (window, CSA, HCA; experts of a table and of scores).
-SHORT = {} if GPU else dict(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1, hc_sinkhorn_iters=4)
+FEW = dict(
+    hidden_size=64, index_n_heads=8, n_routed_experts=4, moe_intermediate_size=64, hc_sinkhorn_iters=2, vocab_size=160
+)
+RAW = checkpoints.SMALL if GPU else checkpoints.BRIEF | FEW
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return checkpoints.write_official(tmp_path_factory.mktemp("triton") / "official", checkpoints.SMALL | SHORT)
+    return checkpoints.write_official(tmp_path_factory.mktemp("triton") / "official", RAW)
 
 
 def pair(path, numerics, cache="auto", index_cache="auto"):
@@ -43,7 +46,7 @@ def test_fp32_logits(checkpoint):  # over 5 s: the one test that interprets all 
     an entry of four tokens."""
     reference, ours = pair(checkpoint, "fp32")
     n, steps = (300, 10) if GPU else (4, 1)
-    ids = torch.randint(0, 320, (2, n + steps), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, RAW["vocab_size"], (2, n + steps), generator=torch.Generator().manual_seed(0))
     a, b = reference.new_cache(2, n + steps), ours.new_cache(2, n + steps)
     assert (reference.append(ids[:, :n], a) - ours.append(ids[:, :n], b)).abs().max() < 2e-4
     graph = DecodeGraph(ours, b)
