@@ -4,6 +4,7 @@ import os
 import re
 import resource
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,12 +76,23 @@ class Plan:
         return sum(r.nbytes for r in self.rows if group in (None, r.group))
 
 
+def labels(names: Iterable[str], table: tuple) -> Iterator:
+    """Of each name the label of the first pattern in `table` that matches the whole of it. One expert of a layer is
+    looked up for all of them, which are most names of a model."""
+    known: dict[str | tuple[str, str], object] = {}
+    for name in names:
+        layer, experts, rest = name.partition(".experts.")
+        alike = (layer, rest.partition(".")[2]) if experts else name
+        if alike not in known:
+            known[alike] = next(label for pattern, label in table if re.fullmatch(pattern, name))
+        yield known[alike]
+
+
 def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[Row]:
     """Bytes of the stored tensors by part of the model. tensors: official name → (dtype, shape)."""
     sizes: Counter = Counter()
     counts: Counter = Counter()
-    for name, (dtype, shape) in tensors.items():
-        part = next(label for pattern, label in PARTS if re.fullmatch(pattern, name))
+    for part, (dtype, shape) in zip(labels(tensors, PARTS), tensors.values()):
         sizes[part, dtype] += tensor_bytes(dtype, shape)
         counts[part, dtype] += 1
     parts = sorted({part for part, _ in sizes}, key=lambda p: -sum(v for (q, _), v in sizes.items() if q == p))

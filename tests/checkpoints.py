@@ -39,7 +39,7 @@ SMALL = dict(
     num_hash_layers=2,
     swiglu_limit=10.0,
     hc_mult=4,
-    hc_sinkhorn_iters=4,
+    hc_sinkhorn_iters=20,
     hc_eps=1e-6,
     rms_norm_eps=1e-6,
     scoring_func="sqrtsoftplus",
@@ -60,8 +60,8 @@ SMALL = dict(
     ),
 )
 
-# a layer of each kind, one of which chooses experts by a table
-BRIEF = SMALL | dict(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1)
+# A layer of each kind, one of which chooses experts by a table. Sinkhorn's steps are most operations of a small layer.
+BRIEF = SMALL | dict(num_hidden_layers=3, compress_ratios=[0, 4, 128, 0], num_hash_layers=1, hc_sinkhorn_iters=4)
 
 
 def plain(name: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:

@@ -4,7 +4,6 @@ layer.
     step time = bytes / β + layers · (c₀ + c₁)
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ from dsv4.cost_model.latent import LatentGeometry
 from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.loaders.write import tensor_bytes
+from dsv4.memory import labels
 from dsv4.numerics import Numerics
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # official name → (dtype, shape)
@@ -53,8 +53,8 @@ def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 
     layer: exact for one row, the maximum for more. A head that is tied to the embedding is the embedding, read whole.
     """
     stored, found = Counter(), Counter()
-    for name, (dtype, shape) in tensors.items():
-        stored[next(part for pattern, part in GROUPS if re.fullmatch(pattern, name))] += tensor_bytes(dtype, shape)
+    for part, (dtype, shape) in zip(labels(tensors, GROUPS), tensors.values()):
+        stored[part] += tensor_bytes(dtype, shape)
     found["layers and norms"] = stored["layers and norms"]
     if getattr(config, "tie_word_embeddings", False):
         found["output head"] = stored["embedding"]  # another name for the head in the file is a copy

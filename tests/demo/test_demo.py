@@ -59,7 +59,7 @@ def test_the_fact_table(model, tokenizer, every):
 
 
 @pytest.mark.few(trials=[3])  # over 5 s: a needle is beyond 512 tokens, and each is read twice
-@pytest.mark.parametrize("trials, tokens", [(3, 1024), (6, 1536)])
+@pytest.mark.parametrize("trials, tokens", [(3, 704), (6, 1536)])
 def test_needles_need_the_compressed_branches(model, tokenizer, prose, trials, tokens):
     """Beyond layers × window: found through CSA, and not at all by the windows alone."""
     if model.numerics.name != "native":

@@ -398,6 +398,7 @@ def test_device_map_from_the_command_line(run, demo):
     assert spread["token_ids"] == plain["token_ids"] and "disk" in spread["placement"].values()
 
 
+# Over 5 s: two new processes import torch.
 def test_a_real_process_streams_and_survives_a_closed_pipe(demo):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "dsv4", "generate", str(demo), "--prompt", "Hello", "--max-new-tokens", "12"]

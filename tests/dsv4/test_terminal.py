@@ -83,6 +83,7 @@ def test_a_conversion_shows_what_it_wrote(terminal, demo, tmp_path):
     assert "━" not in screen(done.shown) and "matrices" in screen(done.shown)
 
 
+# Over 5 s: six whole commands, each in a process of its own.
 @pytest.mark.parametrize("name", MEASURES)
 def test_what_is_measured_goes_whole_to_a_file(terminal, demo, gqa_path, name):
     given = [{"CSA": demo, "GQA": gqa_path}.get(word, word) for word in MEASURES[name]]

@@ -21,6 +21,7 @@ from dsv4.probes.recall.text import read_text, rows_of
 from dsv4.probes.subjects.ours import OurSubject
 from dsv4.probes.wrapping import replaced
 from dsv4.tokenizer import Tokenizer
+from tests.texts import PROSE_FILE
 
 LIMITS, DEMO = Limits(tokens=400, chunk=32), Path(__file__).resolve().parents[2] / "demo"
 T, TAIL, NEW = 200, 40, 12
@@ -255,7 +256,7 @@ def test_findability_of_policies(gqa):
 def test_what_drops_everything_distant_loses_its_needles():
     """On the demo checkpoint, which finds them: at the same places with the same values."""
     model, context = load_model(DEMO, numerics="fp32"), 700
-    text = read_text(None, DEMO, model.config.vocab_size, 1000, 0)
+    text = read_text(PROSE_FILE, DEMO, model.config.vocab_size, 1000, 0)  # help topics take 3 s to encode
     exact, _, control = csa_variants(model, [64], 800)
     variants = [exact, control]
     rows = needles.found(model, variants, text.tokenizer.backend, text.ids, [context], 3, Limits(3000, 256))

@@ -137,6 +137,7 @@ def test_rows_that_rest_and_the_end_of_the_context(folder):
     assert cache.lengths == [18, 39]
 
 
+# Over 5 s: every kernel of a prompt and of steps runs in Triton's interpreter.
 @pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 def test_generation_on_the_triton_backend(folder):
     reference, ours = models(folder, "fp32")

@@ -110,6 +110,7 @@ def test_the_traversals_that_are_said_are_those_of_the_launch(folder, name, monk
         assert f"in {said[0]['traversals']} split" in termination_notes(model)[0]
 
 
+# Over 5 s: every kernel of a prefill runs in Triton's interpreter, in two pieces.
 @pytest.mark.few(folder=["qwen2, yarn and some sliding layers"])
 def test_chunked_prefill_equals_the_reference(folder):
     how = Attention(prefill=Chunking(32, 8, 8))

@@ -83,6 +83,7 @@ def appended(op, resident, rows, start, T, seed, dtype=torch.float32):
     assert torch.equal(op.grouped_attention(mine, keys, values, start, None, SCALE), want)
 
 
+# Over 5 s: every step of either cache runs in Triton's interpreter.
 @BACKENDS
 @pytest.mark.parametrize(
     "policy,slots,dtype",

@@ -27,6 +27,7 @@ def said(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True).stdout
 
 
+# Over 5 s: two new processes import every kernel.
 def test_keys_do_not_depend_on_the_order_of_launches():
     forwards, backwards = said(SETTLED.format(False)), said(SETTLED.format(True))
     assert forwards == backwards and len(forwards.splitlines()) > 150
@@ -38,6 +39,7 @@ def test_what_this_is_for():
     assert said(UNSETTLED.format(1)) != said(UNSETTLED.format(-1))
 
 
+# Over 5 s: a new process imports every probe.
 def test_imports_ask_for_no_device():
     """Self-test processes are forked from one that has imported everything; CUDA asked for there is refused to them."""
     asked = "import torch\nfrom torch import cuda\ndef no(*a): raise AssertionError('asked for a device')\n"

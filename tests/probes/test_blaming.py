@@ -26,6 +26,7 @@ def bench(tmp_path_factory):
     return Bench(profile.write(tmp_path_factory.mktemp("profiles") / "default").parent, "cpu")
 
 
+# Over 5 s: what is red is explained by known mistakes, each of which is tried.
 @pytest.mark.few(name=["index scores averaged over heads"])
 @pytest.mark.parametrize("name", BLAMED)
 def test_a_fault_is_blamed_on_its_part(bench, monkeypatch, name):

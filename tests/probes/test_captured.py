@@ -27,8 +27,8 @@ from dsv4.step import CapturedStep
 
 
 @pytest.fixture(scope="module")
-def subject(official):
-    return OurSubject(official, "fp32")
+def subject(brief_official):
+    return OurSubject(brief_official, "fp32")
 
 
 def findings(subject):
@@ -38,8 +38,8 @@ def findings(subject):
 @pytest.mark.few(numerics=["fp32", "native"])
 @pytest.mark.parametrize("numerics", ["fp32", "native", "qat:fp32"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_green_bit_for_bit(official, numerics, backend):
-    sound = OurSubject(official, numerics, backend)
+def test_green_bit_for_bit(brief_official, numerics, backend):
+    sound = OurSubject(brief_official, numerics, backend)
     checks, _ = execute(Captured(), sound)
     assert exactly(sound)
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:2]
@@ -82,8 +82,8 @@ def test_what_a_step_derives_is_named(subject, monkeypatch, part):
 
 @pytest.mark.few(part=["index keys", "layer output"])
 @pytest.mark.parametrize("part", ["entries", "index keys", "window rows", "compressor rows", "layer output"])
-def test_the_first_rows_that_differ_are_named(official, part):
-    broken = OurSubject(official, "fp32")
+def test_the_first_rows_that_differ_are_named(brief_official, part):
+    broken = OurSubject(brief_official, "fp32")
     op, late = broken.model.op, lambda f: lambda *args: f(*args) * 1.01
     if part in ("entries", "index keys"):
         real, width = op.pool_entries, broken.config.head_dim if part == "entries" else broken.config.index_head_dim
@@ -98,13 +98,13 @@ def test_the_first_rows_that_differ_are_named(official, part):
     assert {c.part for c in findings(broken)} == {f"captured step, {part}"}
 
 
-def test_differences_that_numerics_explain_are_none_where_something_is_fused(official, monkeypatch):
+def test_differences_that_numerics_explain_are_none_where_something_is_fused(brief_official, monkeypatch):
     """Then sums may run in another order: the bits differ, the limit of the numerics holds; a fault is beyond it."""
     held, op = COMPOSITIONS["project_heads"], bind(OPERATIONS, "reference", DispatchLedger())
     for size, worst in ((1 + 1e-6, Status.PASS), (1.01, Status.FAIL)):
         fused = lambda *args, size=size: held.default(op, *args) * size
         monkeypatch.setitem(COMPOSITIONS, "project_heads", replace(held, implementations={"cpu": fused}))
-        subject = OurSubject(official, "fp32", "cpu")
+        subject = OurSubject(brief_official, "fp32", "cpu")
         assert not exactly(subject)
         assert {c.status for c in execute(Captured(), subject)[0]} - {Status.PASS} == ({worst} - {Status.PASS})
 

@@ -94,6 +94,7 @@ def looked(subject) -> list:
 # ---- sound models -------------------------------------------------------------------------
 
 
+# Over 5 s: the whole probe.
 @pytest.mark.few(name=["yarn", "default"], numerics=["fp32", "qat"], each=lambda p: p["name"])
 @pytest.mark.parametrize(
     "name, numerics, backend, caches",

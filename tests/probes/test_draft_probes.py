@@ -19,12 +19,12 @@ RED = (Status.FAIL, Status.ERROR)
 
 
 @pytest.fixture
-def planted(official, tmp_path):
+def planted(brief_official, tmp_path):
     """Function: a subject with a fault, by name."""
     sites = []
 
     def plant(name: str) -> OurSubject:
-        mutation, site = BY_NAME[name], Site(shutil.copytree(official, tmp_path / "copy"))
+        mutation, site = BY_NAME[name], Site(shutil.copytree(brief_official, tmp_path / "copy"))
         sites.append(site)
         mutation.plant(site)
         subject = OurSubject(site.checkpoint, mutation.numerics)
@@ -104,8 +104,8 @@ GREEN = {
 
 @pytest.mark.parametrize("numerics, backend", [("fp32", "reference"), ("native", "cpu"), ("qat", "cpu")])
 @pytest.mark.parametrize("ask", GREEN)
-def test_passes_and_the_engine_are_green(official, numerics, backend, ask):
-    found = list(GREEN[ask](OurSubject(official, numerics, backend)))
+def test_passes_and_the_engine_are_green(brief_official, numerics, backend, ask):
+    found = list(GREEN[ask](OurSubject(brief_official, numerics, backend)))
     if ask in ("cancelled", "accepted"):
         assert not parts(found)
     else:
@@ -120,15 +120,15 @@ def test_gqa_models_are_asked_without_a_block(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["verification", "engine_drafts"])
-def test_a_context_that_is_too_short_is_vacuous(official, name):
-    subject = OurSubject(official)
+def test_a_context_that_is_too_short_is_vacuous(brief_official, name):
+    subject = OurSubject(brief_official)
     object.__setattr__(subject.config, "max_position_embeddings", 100)
     assert [c.status for c in whole(name)(subject)] == [Status.VACUOUS]
 
 
-def test_depths_stand_at_the_edges(official):
-    window = OurSubject(official).config.sliding_window
-    found = draft_depth.edges(OurSubject(official))
+def test_depths_stand_at_the_edges(brief_official):
+    window = OurSubject(brief_official).config.sliding_window
+    found = draft_depth.edges(OurSubject(brief_official))
     ends = [length + depth + 1 for depth, length, _ in found]
     assert {128, 129} <= set(ends) and {window + 1, window + 2} <= set(ends)
     assert max(depth for depth, _, _ in found) == LARGEST
@@ -146,11 +146,11 @@ def test_known_drafts_are_right_as_far_as_asked():
     assert drafter.draft([1, 2]).tokens.tolist() == [[9, 0], [2, 3]]
 
 
-def test_a_text_may_leave_plain_decodings_only_where_two_tokens_are_close(official):
-    subject, close = OurSubject(official), torch.zeros(2, 320)
+def test_a_text_may_leave_plain_decodings_only_where_two_tokens_are_close(brief_official):
+    subject, close = OurSubject(brief_official), torch.zeros(2, 320)
     close[0, 3], close[0, 4], close[1, 7] = 1.0, 1.0 - 1e-6, 1.0
     plain = Plain([3, 7], close)
-    assert not promises_bits(subject) and promises_bits(OurSubject(official, "native"))
+    assert not promises_bits(subject) and promises_bits(OurSubject(brief_official, "native"))
     assert plain.differs([4, 9], subject) is None and plain.differs([3, 9], subject) == 1
     assert plain.differs([3], subject) == 1 and plain.differs([3, 7], subject) is None
 

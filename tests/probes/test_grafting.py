@@ -42,17 +42,17 @@ def red(subject) -> list:
 @pytest.mark.parametrize(
     "numerics, cache, index_cache, scenarios", [*((*f, len(SCENARIOS)) for f in FORMATS), ("qat", "fp8", "fp4", 1)]
 )
-def test_green_bit_for_bit_in_every_format(official, monkeypatch, numerics, cache, index_cache, scenarios):
+def test_green_bit_for_bit_in_every_format(brief_official, monkeypatch, numerics, cache, index_cache, scenarios):
     monkeypatch.setattr("dsv4.probes.grafting.SCENARIOS", SCENARIOS[:scenarios])
-    checks, _ = execute(Grafting(), OurSubject(official, numerics, cache=cache, index_cache=index_cache))
+    checks, _ = execute(Grafting(), OurSubject(brief_official, numerics, cache=cache, index_cache=index_cache))
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:2]
     assert all(c.samples > 0 and c.source for c in checks)
     streams = ("window rows", "compressor rows", "the indexer's compressor rows", "entries", "index keys", "MTP window")
     assert {c.part for c in checks} >= {"graft length", "reference counts", *(f"graft, {stream}" for stream in streams)}
 
 
-def test_green_on_the_reference_backend(official, short):
-    assert not red(OurSubject(official, "fp32", "reference"))
+def test_green_on_the_reference_backend(brief_official, short):
+    assert not red(OurSubject(brief_official, "fp32", "reference"))
 
 
 @pytest.mark.few(profile=["yarn"])
@@ -112,8 +112,11 @@ GQA_FAULTS = [
 
 @pytest.mark.few(each=lambda p: p["part"].split(", ")[0])
 @pytest.mark.parametrize("fault, part", FAULTS, ids=lambda value: value.replace(" ", "-"))
-def test_a_fault_is_named(official, tmp_path, short, fault, part):
-    mutation, site = next(m for m in catalogue() if m.name == fault), Site(shutil.copytree(official, tmp_path / "copy"))
+def test_a_fault_is_named(brief_official, tmp_path, short, fault, part):
+    mutation, site = (
+        next(m for m in catalogue() if m.name == fault),
+        Site(shutil.copytree(brief_official, tmp_path / "copy")),
+    )
     try:
         mutation.plant(site)
         found = {c.part for c in red(OurSubject(site.checkpoint, mutation.numerics))}
@@ -135,8 +138,8 @@ def test_a_fault_of_a_gqa_model_is_named(tmp_path, short, fault, part):
     assert part in found, found
 
 
-def test_a_scenario_that_breaks_leaves_the_others(subject, monkeypatch):
-    """All scenarios run, 6 s: the other four are green."""
+def test_a_scenario_that_breaks_leaves_the_others(brief_official, monkeypatch):
+    """All scenarios run: the other four are green."""
     real = PagedCache.graft
 
     def graft(cache, b, snapshot):
@@ -145,7 +148,9 @@ def test_a_scenario_that_breaks_leaves_the_others(subject, monkeypatch):
         real(cache, b, snapshot)
 
     monkeypatch.setattr(PagedCache, "graft", graft)
-    assert [(c.status, c.where) for c in red(subject)] == [(Status.ERROR, f"{SHARED} tokens, the donor goes on")]
+    assert [(c.status, c.where) for c in red(OurSubject(brief_official, "fp32"))] == [
+        (Status.ERROR, f"{SHARED} tokens, the donor goes on")
+    ]
 
 
 # ---- what it reads ------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def in_a_process(name: str, *arguments) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+# Over 5 s: one of them in a new process.
 @pytest.mark.parametrize(
     "name,options",
     [

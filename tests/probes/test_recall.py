@@ -21,6 +21,7 @@ from dsv4.probes.subjects.ours import OurSubject
 from dsv4.tokenizer import Tokenizer
 from tests.checkpoints import SMALL, write_dense
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures: a checkpoint with a tokenizer, the command line)
+from tests.texts import PROSE_FILE
 
 INF = float("inf")
 CSA = [i for i, r in enumerate(SMALL["compress_ratios"][:5]) if r == 4]
@@ -196,7 +197,7 @@ def test_a_wrong_temperature_shows_in_the_scale_alone(subject, text, monkeypatch
 def test_the_demo_keeps_the_attention_that_matters_until_its_keys_are_shifted(monkeypatch):
     """Of 128 entries the best 16 of the model's own scores: a what-if, since its own 64 would be vacuous."""
     shipped = OurSubject(ROOT / "demo", "native")
-    text = read_text(None, ROOT / "demo", shipped.config.vocab_size, 0, seed=0)
+    text = read_text(PROSE_FILE, ROOT / "demo", shipped.config.vocab_size, 0, seed=0)  # help topics take 3 s to encode
     settings = Settings(contexts=(512,), ks=(16,), queries=64, rows=1, needles=0, seed=0)
     sound = figures(shipped, text, settings)[None, 512, 16]
     assert sound["what_if"] and sound["recall_matched"] > 0.999 and sound["recall_fp32"] > 0.98

@@ -21,8 +21,8 @@ from dsv4.probes.subjects.ours import OurSubject
 
 
 @pytest.fixture(scope="module")
-def subject(official):
-    return OurSubject(official, "fp32")
+def subject(brief_official):
+    return OurSubject(brief_official, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,9 @@ def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
     assert worst(execute(Isolation(), subject)[0]) is Status.FAIL
 
 
-def test_hyper_connections_are_held_against_the_oracle(subject):
-    checks, _ = execute(HyperConnections(), subject)
+def test_hyper_connections_are_held_against_the_oracle(official):
+    """With 20 of Sinkhorn's steps, as models have: after a few, columns do not sum to 1 yet."""
+    checks, _ = execute(HyperConnections(), OurSubject(official, "fp32"))
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
@@ -153,8 +154,8 @@ def test_a_wrong_hyper_connection_is_seen(official, fault):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("probe", [MoEEdges(), Poison(effort=0.2)], ids=lambda p: p.name)
-def test_edges_are_green_on_every_backend(official, probe, backend):
-    checks, _ = execute(probe, OurSubject(official, "fp32", backend))
+def test_edges_are_green_on_every_backend(brief_official, probe, backend):
+    checks, _ = execute(probe, OurSubject(brief_official, "fp32", backend))
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 
@@ -202,9 +203,9 @@ def test_rows_that_nobody_wrote_are_seen(subject, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_operations_are_sound_on_every_backend(official, backend):
+def test_operations_are_sound_on_every_backend(brief_official, backend):
     for probe in (Edges(), BackendMatrix()):
-        checks, _ = execute(probe, OurSubject(official, "fp32", backend))
+        checks, _ = execute(probe, OurSubject(brief_official, "fp32", backend))
         assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
 
 

@@ -69,6 +69,7 @@ def of(probe, subject) -> list:
 # ---- sound models -------------------------------------------------------------------------
 
 
+# Over 5 s: the whole probe.
 @pytest.mark.few("probe")
 @pytest.mark.parametrize(
     "profile, numerics, backend",

@@ -26,8 +26,8 @@ FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", 
 
 
 @pytest.fixture(scope="module")
-def subject(official):
-    return OurSubject(official, "fp32")
+def subject(brief_official):
+    return OurSubject(brief_official, "fp32")
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def red(subject) -> list:
 
 @pytest.mark.few(numerics=["fp32"])  # both prompts: 9 s
 @pytest.mark.parametrize("numerics, cache, index_cache", FORMATS)
-def test_green_bit_for_bit_in_every_format(official, numerics, cache, index_cache):
-    sound = OurSubject(official, numerics, cache=cache, index_cache=index_cache)
+def test_green_bit_for_bit_in_every_format(brief_official, numerics, cache, index_cache):
+    sound = OurSubject(brief_official, numerics, cache=cache, index_cache=index_cache)
     checks, _ = execute(Speculation(), sound)
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:2]
     assert all(c.samples > 0 and c.source for c in checks)
@@ -52,13 +52,14 @@ def test_green_bit_for_bit_in_every_format(official, numerics, cache, index_cach
 
 
 @pytest.mark.sweep  # the next test is green on this backend under a harder condition
-def test_green_on_the_reference_backend(official, short):
-    assert not red(OurSubject(official, "fp32", "reference"))
+def test_green_on_the_reference_backend(brief_official, short):
+    assert not red(OurSubject(brief_official, "fp32", "reference"))
 
 
+# Over 5 s: the whole probe, on the slower backend.
 @pytest.mark.few(numerics=["fp32"])
 @pytest.mark.parametrize("numerics", ["fp32", "qat"])
-def test_green_where_a_product_of_other_rows_sums_in_another_order(official, monkeypatch, numerics, short):
+def test_green_where_a_product_of_other_rows_sums_in_another_order(brief_official, monkeypatch, numerics, short):
     """As BLAS may do, by the processor and its threads; one token of each of the five rows is on one side of it, all
     else on the other."""
     real, halved = torch.nn.functional.linear, []
@@ -70,7 +71,7 @@ def test_green_where_a_product_of_other_rows_sums_in_another_order(official, mon
         return real(x[:, :half], weight[:, :half]) + real(x[:, half:], weight[:, half:])
 
     monkeypatch.setattr("dsv4.kernels.linear.reference.F", SimpleNamespace(linear=linear))
-    assert not red(OurSubject(official, numerics, "reference"))
+    assert not red(OurSubject(brief_official, numerics, "reference"))
     assert halved
 
 
@@ -81,9 +82,9 @@ def test_what_is_tried_is_where_it_matters():
     assert {(max(PROMPTS) + a + 1) % 4 for a in range(DRAFTS + 1)} == {0, 1, 2, 3}
 
 
-def test_vacuous_without_decoders_and_in_part_without_a_block(official, short):
+def test_vacuous_without_decoders_and_in_part_without_a_block(brief_official, short):
     assert [c.status for c in execute(Speculation(), Subject())[0]] == [Status.VACUOUS]
-    alone = OurSubject(official, "fp32")
+    alone = OurSubject(brief_official, "fp32")
     alone.model.mtp = torch.nn.ModuleList()
     checks, _ = execute(Speculation(), alone)
     assert [(c.status, c.note) for c in checks if c.status is not Status.PASS] == [
@@ -135,9 +136,12 @@ def test_a_wrong_decision_is_named(tmp_path, fault, part):
 
 @pytest.mark.few(each=lambda p: p["part"].split(", ")[0])
 @pytest.mark.parametrize("fault, part", STATES, ids=lambda value: value.replace(" ", "-"))
-def test_a_fault_is_named(official, tmp_path, fault, part):
+def test_a_fault_is_named(brief_official, tmp_path, fault, part):
     """By the piece of the probe that is for it, which stops where it is."""
-    mutation, site = next(m for m in catalogue() if m.name == fault), Site(shutil.copytree(official, tmp_path / "copy"))
+    mutation, site = (
+        next(m for m in catalogue() if m.name == fault),
+        Site(shutil.copytree(brief_official, tmp_path / "copy")),
+    )
     found = []
     try:
         mutation.plant(site)
@@ -211,7 +215,8 @@ def test_other_seeds_are_green(seed):
     assert {c.status for c in acceptance(seed, torch.device("cpu"))} == {Status.PASS}
 
 
-def test_what_differs_first_is_named(subject):
+def test_what_differs_first_is_named(official):
+    subject = OurSubject(official, "fp32")
     bad = lambda *streams: dict.fromkeys(streams, 1)
     assert first_of(subject, bad(("layer 1", "entries"), ("layer 2", "window"))) == ("layer 1", "entries")
     assert first_of(subject, bad(("layer 2", "window"), ("layer 2", "main raw rows"), ("layer 3", "window"))) == (

@@ -137,6 +137,7 @@ def test_a_new_process_is_green_and_counts_what_it_compares(official):
     assert len(checks) == 6 and all(c.samples for c in checks)
 
 
+# Over 5 s: new processes import torch and load the model.
 def test_state_of_a_first_run_is_named_though_new_processes_have_the_fault_too(tmp_path):
     root = profile.write(tmp_path / "default", "default")
     outcome = selftest.look(BY_NAME["the first run sets a scale for good"], selftest.Bench(tmp_path, "cpu"))

@@ -31,6 +31,7 @@ def run(monkeypatch, tmp_path):
     return call
 
 
+# Over 5 s: both drafters, as decoders and in the engine, alone and together, on the shipped checkpoint.
 @ONE
 @NUMERICS
 def test_texts_are_compared_and_written(run, numerics):

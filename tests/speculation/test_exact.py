@@ -37,6 +37,7 @@ def continued(model):
     return functools.cache(lambda length, n: plain(model, prompt_of(model, length), n))
 
 
+# Over 5 s: each of 25 prompts is decoded by itself too.
 @pytest.mark.few(right=[2])
 @pytest.mark.parametrize("right", [0, 2, 4])
 def test_prompts_of_every_residue(model, continued, right):
@@ -177,6 +178,7 @@ def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
             assert torch.equal(*logits)
 
 
+# Over 5 s: a trained model, which is larger, in bf16.
 @pytest.mark.few(numerics=["native"])
 @pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), *FORMATS[:3]])
 def test_the_demo_checkpoint(numerics, cache, index_cache):
