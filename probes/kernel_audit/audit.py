@@ -11,6 +11,7 @@ from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import WIDTHS
 from dsv4.probes.kernel_audit.adapters import adapter
 from dsv4.probes.kernel_audit.clauses import ORDER, clause
+from dsv4.probes.kernel_audit.diagnosis import explained
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.scene import Scene, not_run
 from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
@@ -31,6 +32,7 @@ class KernelAudit:
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     repeats: int = 0
+    looks_like: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str:
@@ -95,6 +97,8 @@ def audit_kernel(
             worker.stop()  # what one clause leaves behind is not the next one's finding
             found = list(clause(name)(scene))
             audit.checks += found or [not_run(name, "no case that the gate found right")]
+    said("diagnosis")
+    audit.looks_like = explained(scene.wrong)
     audit.seconds = time.monotonic() - start
     return audit
 

@@ -134,10 +134,12 @@ def _print(report: dict, findings: list[str]) -> None:
     from rich import box
     from rich.table import Table
 
-    from dsv4.probes.kernel_audit.document import MOST, headline
+    from dsv4.probes.kernel_audit.document import MOST, headline, likeness
 
     console = wide()
     console.print(headline(report))
+    if report["looks_like"]:
+        console.print(likeness(report))
     for line in findings[:MOST]:
         console.print(f"  {line}")
     if len(findings) > MOST:

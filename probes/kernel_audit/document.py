@@ -42,6 +42,7 @@ def document(audit: KernelAudit, command: str, day: str) -> dict:
         "seed": audit.seed,
         "repeats": audit.repeats,
         "verdict": audit.verdict,
+        "looks_like": audit.looks_like,
         "clauses": clauses(audit),
         "skipped": audit.skipped,
         "checks": [c.to_json() for c in audit.checks],
@@ -87,6 +88,12 @@ def headline(found: dict) -> str:
     return " · ".join(parts) + (f": {', '.join(caught)}" if caught else "")
 
 
+def likeness(found: dict) -> str:
+    """'Its wrong results are those of: the sink is ignored.', or ''."""
+    names = found["looks_like"]
+    return f"Its wrong results are those of a planted fault: {' or '.join(names[:3])}." if names else ""
+
+
 def told(check: Check) -> str:
     """One finding as one line."""
     measured = "" if check.measured is None else f", {check.measured:g} {check.unit}"
@@ -99,7 +106,12 @@ def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:
     about = found["about"]
     lines = [f"# {headline(found)}", ""]
     if findings:
-        lines += ["## Findings", "", *(f"- {told(c)}" for c in findings[:MOST])]
+        lines += [
+            *([likeness(found), ""] if found["looks_like"] else []),
+            "## Findings",
+            "",
+            *(f"- {told(c)}" for c in findings[:MOST]),
+        ]
         lines += [f"- and {len(findings) - MOST} more, in the JSON"] if len(findings) > MOST else []
     else:
         lines += ["No fault was found by these clauses on these shapes."]

@@ -33,6 +33,7 @@ class Scene:
     truths: list[Truth] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     judged: dict[int, Judgement] = field(default_factory=dict)
+    wrong: list[tuple[Truth, list]] = field(default_factory=list)
 
     def __post_init__(self):
         for dtype in self.dtypes:
@@ -84,10 +85,13 @@ class Scene:
         judgement = truth.judge(found)
         if judgement.ratio > 1 and self.worker.asked > 1:
             self.worker.stop()
-            again = truth.judge(self.worker.ask(function, *arguments))
+            found = self.worker.ask(function, *arguments)
+            again = truth.judge(found)
             if again.ratio <= 1:
                 return check("state", "what is right in a new process is right after other problems", where, judgement)
             judgement = again
+        if judgement.ratio > 1 and clause == "gate":
+            self.wrong.append((truth, found))
         return check(clause, statement, where, judgement)
 
     def templates(self, truth: Truth) -> list:
