@@ -4,7 +4,7 @@ from importlib import import_module
 
 from dsv4.probes.kernel_audit.plant import Plant
 
-FILES = ("attention", "indexer", "process")
+FILES = ("attention", "indexer", "process", "hyper_connections")
 
 
 def plants() -> list[Plant]:
