@@ -178,3 +178,67 @@ def common(operation: str, first: int = 0, lower: tuple[int, ...] = (0,), rows: 
 def gates(operation: str, faults: dict[str, tuple[int, Callable]]) -> tuple[Plant, ...]:
     """Plants that the gate must find: name → (entry of the catalogue, make)."""
     return tuple(Plant(name, operation, "gate", entry, make) for name, (entry, make) in faults.items())
+
+
+def _then(change: Callable[[torch.Tensor, torch.Tensor], None], written: tuple[int, ...]):
+    """honest → the honest kernel, then change(argument, copy of what it held before) of each argument that it
+    writes."""
+
+    def make(honest):
+        def faulty(*arguments):
+            before = [rebuilt(arguments[i], torch.clone) for i in written]
+            found = honest(*arguments)
+            for i, old in zip(written, before, strict=True):
+                for t, was in zip(tensors(arguments[i]), tensors(old), strict=True):
+                    change(t, was)
+            return found
+
+        return faulty
+
+    return make
+
+
+def _beyond(t: torch.Tensor, was: torch.Tensor) -> None:
+    """The element behind the last one becomes 0, where memory goes on there."""
+    whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+    end = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    whole[end : end + 1].zero_()
+
+
+def _coarsely(number: int):
+    def make(honest):
+        def faulty(*arguments):
+            for t in tensors(arguments[number]):
+                t.copy_(coarse(t))
+            return honest(*arguments)
+
+        return faulty
+
+    return make
+
+
+def _idle(written: tuple[int, ...]):
+    """From the eleventh call on arguments are not written."""
+
+    def make(honest):
+        calls = [0]
+
+        def faulty(*arguments):
+            calls[0] += 1
+            return honest(*arguments) if calls[0] <= 10 else arguments[written[0]]
+
+        return faulty
+
+    return make
+
+
+def in_place(operation: str, written: tuple[int, ...], lower: int = 0) -> tuple[Plant, ...]:
+    """The faults of any operation that writes its arguments. lower: the argument whose precision matters."""
+    plants = (
+        ("zeros", "gate", 12, _then(lambda t, was: t.zero_(), written)),
+        ("inputs in a lower precision", "gate", 14, _coarsely(lower)),
+        ("the last row is not stored", "written", 63, _then(lambda t, was: t[-1:].copy_(was[-1:]), written)),
+        ("a store behind the end", "guard", 64, _then(_beyond, written)),
+        ("idle after ten calls", "calls", 2, _idle(written)),
+    )
+    return tuple(Plant(name, operation, clause, entry, make) for name, clause, entry, make in plants)

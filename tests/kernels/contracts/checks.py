@@ -7,6 +7,7 @@ from dsv4.probes.kernel_audit.plants import plants
 from tests.kernels.contracts import within
 
 torch.set_num_threads(1)
+FINE = ("the table in bf16",)  # faults that a result in bf16 hides: a rotation keeps the size of each pair
 
 
 def honest_is_green(operation: str, dtype: torch.dtype, more: dict | None = None) -> None:
@@ -27,10 +28,12 @@ def faults_of(*operations: str) -> list:
 
 
 def fault_is_red(plant) -> None:
-    """At least twice over the limit in one case."""
+    """At least twice over the limit in one case, in bf16 unless it is one of `FINE`."""
     contract = contract_of(plant.operation)
     honest = next(iter(contract.classes.values()))
-    far = max(within.excess(contract, plant.make(honest), case, coarse=True) for case in within.drawn(contract))
+    dtype = torch.float32 if plant.name in FINE else torch.bfloat16
+    cases = within.drawn(contract, dtype)
+    far = max(within.excess(contract, plant.make(honest), case, coarse=True) for case in cases)
     assert far >= 2, (plant.name, far)
 
 

@@ -49,7 +49,9 @@ def beyond(output: Output, got: torch.Tensor, want: torch.Tensor, own: torch.Ten
     if output.rule == SET:
         return 0.0 if torch.equal(got.long().sort(-1).values, want.long().sort(-1).values) else math.inf
     got, plain = got.double(), torch.isfinite(want)
-    if not torch.equal(got.isnan(), want.isnan()) or not torch.equal(got[~plain].nan_to_num(), want[~plain].nan_to_num()):
+    if not torch.equal(got.isnan(), want.isnan()) or not torch.equal(
+        got[~plain].nan_to_num(), want[~plain].nan_to_num()
+    ):
         return math.inf
     if not got[plain].isfinite().all():
         return math.inf
