@@ -24,6 +24,7 @@ class Argument:
     shape: axis names or numbers; None for a Python number. dtype: a torch name, or 'activation' (bf16 or fp32),
     'rows' (a pool of rows in the activations' dtype, or `PackedRows`), 'weight' (`PackedWeight`). optional: None is
     allowed. hint: a promise of the caller that a kernel may ignore, so that an adapter may leave it out.
+    scratch: a kernel may leave anything in it, so that only the result counts.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Argument:
     about: str
     optional: bool = False
     hint: bool = False
+    scratch: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Case:
 
     family: what its inputs make visible. unread: argument name → bool mask over its tensor (over `data` of
     `PackedRows`) of what may not be read: its content is finite and ordinary here, and the poison clause makes it NaN.
-    exempt: canaries that cannot fail here, with the reason.
+    exempt: canaries that cannot fail here, with the reason. rules: output name → the rule of this case,
+    where it is not the output\'s own: the same results are codes if a case simulates a cache, and sums if not.
     """
 
     label: str
@@ -67,6 +70,7 @@ class Case:
     arguments: tuple
     unread: Mapping[str, torch.Tensor] = field(default_factory=dict)
     exempt: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from importlib import import_module
 from dsv4.kernels.contract import Contract
 from dsv4.kernels.errors import UnsupportedInput
 
-FOLDERS = ("attention", "hadamard", "hyper_connections", "indexer", "rms_norm", "rope")
+FOLDERS = ("attention", "fusions", "hadamard", "hyper_connections", "indexer", "rms_norm", "rope")
 
 
 def contracts() -> dict[str, Contract]:
