@@ -165,7 +165,7 @@ def pre_cases(w, draw):
 
 
 def _exempt(family: str) -> dict:
-    return {"lower precision": "every number is exact in FP8"} if family == "coded" else {}
+    return {"lower precision": "every number is exact in FP8"} if family in ("coded", "integers") else {}
 
 
 def _both(merges, connections, w):
@@ -180,7 +180,7 @@ def post_pre_cases(w, draw):
     for turn, (family, other) in enumerate(_both(inputs.MERGES, connections, w)):
         merge = inputs.merge(family, 5, w, draw)
         rest = _normed(inputs.connection(other, 5, w, draw, turn)[1:], w, draw)
-        yield Case("5 tokens", f"{family}, {other}", (*merge, *rest))
+        yield Case("5 tokens", f"{family}, {other}", (*merge, *rest), exempt=_exempt(family))
     for N in (1, 17):
         rest = _normed(inputs.connection("random", N, w, draw)[1:], w, draw)
         yield Case(f"{N} tokens", "random", (*inputs.merge("random", N, w, draw), *rest))
@@ -191,7 +191,7 @@ def post_head_cases(w, draw):
     connections = ("random", "closed gates", "open gates")
     for family, other in _both(inputs.MERGES, connections, w):
         rest = _normed(inputs.head(other, 5, w, draw)[1:], w, draw)
-        yield Case("5 tokens", f"{family}, {other}", (*inputs.merge(family, 5, w, draw), *rest))
+        yield Case("5 tokens", f"{family}, {other}", (*inputs.merge(family, 5, w, draw), *rest), exempt=_exempt(family))
     for N in (1, 17):
         rest = _normed(inputs.head("random", N, w, draw)[1:], w, draw)
         yield Case(f"{N} tokens", "random", (*inputs.merge("random", N, w, draw), *rest))

@@ -1,4 +1,4 @@
-"""Contracts of the Hadamard transform and rotary embedding: honest kernels are within the limits, planted faults are not."""
+"""Contracts of the Hadamard transform and rotary embedding: honest kernels are within limits, faults are not."""
 
 import pytest
 import torch

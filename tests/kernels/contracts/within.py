@@ -69,16 +69,24 @@ def beyond(output: Output, got: torch.Tensor, want: torch.Tensor, own: torch.Ten
 
 
 def codes_beyond(got: torch.Tensor, want: torch.Tensor, same: float) -> float:
-    """Share of numbers with another code, over a tenth; infinite if one is further away than the widest step between
-    codes of its size: from 0 to the first one, or the half of a number."""
+    """Share of numbers with another code, over a tenth; infinite if one is further away than the next code.
+
+    Blocks of 32 columns say themselves what they hold: numbers of one bit of fraction are FP4, of three bits FP8; others
+    are not coded and may only differ by roundings, which are relative to the block's largest number.
+    """
+    columns = want.shape[-1]
+    blocks = lambda t: torch.nn.functional.pad(t, (0, -columns % 32)).unflatten(-1, (-1, 32))
+    got, want = blocks(got), blocks(want)
     far, size = (got - want).abs(), torch.maximum(got.abs(), want.abs())
-    other = far > same * size
-    if not other.any():
-        return 0.0
-    smallest = want.abs().amax(-1, keepdim=True) / 6
-    if (far > torch.maximum(0.51 * size, smallest)).any():
+    largest, row = size.amax(-1, keepdim=True), size.amax((-1, -2), keepdim=True)
+    mantissa = torch.frexp(want).mantissa
+    of_bits = lambda n: (mantissa * 2 ** (n + 1) % 1 == 0).all(-1, keepdim=True)
+    fp8 = torch.maximum(0.126 * size, row * 2.0**-9 / 223)  # small FP8 codes may look like FP4
+    fp4 = torch.maximum(torch.maximum(0.51 * size, largest / 5.9), fp8)
+    step = torch.where(of_bits(1), fp4, torch.where(of_bits(3), fp8, same * largest))
+    if (far > torch.maximum(step, same * size)).any():
         return math.inf
-    return float(other.double().mean()) / 0.1
+    return float(((far > same * size) & of_bits(3)).double().mean()) / 0.1
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
