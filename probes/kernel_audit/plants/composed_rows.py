@@ -52,8 +52,14 @@ def without_weight(x, weight, eps):
     return DEFINED.rms_norm(x, None, eps)
 
 
-def blocks_of(size: int):
-    return lambda x, block, keep=0: DEFINED.simulate_fp8_blocks(x, size, keep)
+def half_scale(x, block, keep=0):
+    """The scale of a block from the first half of its columns."""
+    coded, kept = x[..., : x.shape[-1] - keep].float(), x[..., x.shape[-1] - keep :]
+    y = coded.unflatten(-1, (-1, block))
+    amax = y[..., : block // 2].abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    scale = torch.exp2((amax / 448).log2().ceil())
+    y = ((y / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return torch.cat((y.to(x.dtype), kept), -1)
 
 
 def all_columns(x, block, keep=0):
@@ -128,7 +134,7 @@ LATENT = {
     "the position of the token before": (91, replaced(3, lambda cis: cis.roll(1, 0))),
     "simulate is ignored": (95, eaten("latent")),
     "FP8 of the rotated columns too": (49, part("latent", simulate_fp8_blocks=all_columns)),
-    "a scale of 32 columns": (53, part("latent", simulate_fp8_blocks=blocks_of(32))),
+    "scales of half a block": (53, part("latent", simulate_fp8_blocks=half_scale)),
     "scales rounded to the nearest power of two": (96, part("latent", simulate_fp8_blocks=nearest_scale)),
 }
 INDEX = {

@@ -71,8 +71,8 @@ def beyond(output: Output, got: torch.Tensor, want: torch.Tensor, own: torch.Ten
 def codes_beyond(got: torch.Tensor, want: torch.Tensor, same: float) -> float:
     """Share of numbers with another code, over a tenth; infinite if one is further away than the next code.
 
-    Blocks of 32 columns say themselves what they hold: numbers of one bit of fraction are FP4, of three bits FP8; others
-    are not coded and may only differ by roundings, which are relative to the block's largest number.
+    Blocks of 32 columns say themselves what they hold: numbers of one bit of fraction are FP4, of three bits FP8;
+    others are not coded and may only differ by roundings, which are relative to the block's largest number.
     """
     columns = want.shape[-1]
     blocks = lambda t: torch.nn.functional.pad(t, (0, -columns % 32)).unflatten(-1, (-1, 32))
@@ -86,7 +86,8 @@ def codes_beyond(got: torch.Tensor, want: torch.Tensor, same: float) -> float:
     step = torch.where(of_bits(1), fp4, torch.where(of_bits(3), fp8, same * largest))
     if (far > torch.maximum(step, same * size)).any():
         return math.inf
-    return float(((far > same * size) & of_bits(3)).double().mean()) / 0.1
+    coded = of_bits(3).expand_as(far)
+    return float((far > same * size)[coded].double().mean()) / 0.1 if coded.any() else 0.0
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
