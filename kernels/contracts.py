@@ -5,7 +5,20 @@ from importlib import import_module
 from dsv4.kernels.contract import Contract
 from dsv4.kernels.errors import UnsupportedInput
 
-FOLDERS = ("attention", "fusions", "hadamard", "hyper_connections", "indexer", "rms_norm", "rope")
+FOLDERS = (
+    "attention",
+    "block_choice",
+    "block_summaries",
+    "fusions",
+    "gather_attention",
+    "grouped_attention",
+    "hadamard",
+    "hyper_connections",
+    "indexer",
+    "rms_norm",
+    "rope",
+    "rotary_rows",
+)
 
 
 def contracts() -> dict[str, Contract]:
