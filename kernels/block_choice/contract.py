@@ -77,7 +77,7 @@ def _case(family, how, policy, by_importance, w, draw) -> Case:
     unread = {
         n: behind.view(B, 1, BLOCKS, 1) for n, t in zip(("low", "high", "mean"), held, strict=True) if t is not None
     }
-    exempt = {} if policy.topk else {"lower precision": "nothing is scored"}
+    exempt = {} if policy.topk and by_importance else {"lower precision": "the same blocks may still be the best"}
     return Case(label, family, (q, KV, *held, start, policy, by_importance), unread, exempt)
 
 

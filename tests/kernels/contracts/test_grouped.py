@@ -5,7 +5,7 @@ import torch
 
 from tests.kernels.contracts import checks
 
-OPERATIONS = ("grouped_attention", "gather_attention")
+OPERATIONS = ("grouped_attention", "gather_attention", "choose_blocks", "summarise_blocks", "rotary_rows")
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("bf16", "fp32"))
