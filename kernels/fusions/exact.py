@@ -12,7 +12,7 @@ from dsv4.kernels.rms_norm.contract import exact as rms_norm
 from dsv4.kernels.rope.contract import exact as rotate
 
 # Definitions of compositions by name, of reference operations: honest kernels that round where operations end.
-DEFINED = bind(OPERATIONS, "reference", DispatchLedger(), {n: c for n, c in COMPOSITIONS.items()})
+DEFINED = bind(OPERATIONS, "reference", DispatchLedger(), COMPOSITIONS)
 
 E4M3 = torch.tensor(
     [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1],

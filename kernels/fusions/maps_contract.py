@@ -107,13 +107,13 @@ def fp8_heads(o, cis, w, groups: int) -> torch.Tensor:
 
 
 def head_cases(w, draw):
-    """Every format; groups of unequal sizes; rotated columns alone; one token, and more than a tile."""
+    """Every format; of FP8 groups of unequal sizes, rotated columns alone, one token, and more than a tile."""
     H, D, G, half = w.num_attention_heads, w.head_dim, w.o_groups, w.qk_rope_head_dim // 2
     O, K = G * w.o_lora_rank, H * D // G
     for form in WeightFormat:
         matrix = draw.weight(form, sizes_by_block(O, K, draw) if form is WeightFormat.FP8 else draw.matrix(O, K))
-        families = [("random", 5), ("groups of unequal sizes", 3), ("rotated columns", 3)]
-        for family, N in families + ([("random", 1), ("random", 17)] if form is WeightFormat.FP8 else []):
+        more = (("groups of unequal sizes", 3), ("rotated columns", 3), ("random", 1), ("random", 17))
+        for family, N in (("random", 5), *(more if form is WeightFormat.FP8 else ())):
             o = draw.rand(N, H, D)
             if family == "groups of unequal sizes":
                 o = o * 2.0 ** (torch.arange(H) // (H // G) * 3 % 8).view(H, 1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import BITS, CODES, Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import CODES, Argument, Case, Contract, Output, Work
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.hadamard.contract import exact as hadamard
 from dsv4.kernels.rope.contract import POSITIONS, turns

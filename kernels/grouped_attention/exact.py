@@ -81,8 +81,9 @@ def cache(family: str, B: int, S: int, w, draw) -> tuple[torch.Tensor, torch.Ten
     keys, values = draw.rand(B, KV, S, D), draw.rand(B, KV, S, D)
     if family == "small rows":
         keys, values = 0.1 * keys, 0.1 * values
-    if family == "coded heads":
-        values = draw.coded(B * KV * S, D).float().view(B, KV, S, D) * 2.0 ** (torch.arange(KV) * 3 % 7).view(KV, 1, 1)
+    if family == "coded heads":  # of one sign: sums that cancel would depend on single roundings
+        values = draw.coded(B * KV * S, D).float().abs().view(B, KV, S, D)
+        values = values * 2.0 ** (torch.arange(KV) * 3 % 7).view(KV, 1, 1)
     if family == "cancellation":  # 64 tokens of +16, then 64 of −16
         values = values + torch.where(torch.arange(S) // 64 % 2 == 0, 16.0, -16.0).view(S, 1)
     if family == "below every mask":

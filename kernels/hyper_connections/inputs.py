@@ -101,7 +101,7 @@ def merge(family: str, N: int, w, draw) -> tuple:
         case "permutation":  # old stream j becomes new stream j + 1
             comb = torch.eye(n).roll(1, 1).expand(N, n, n).clone()
         case "coded":
-            streams = draw.coded(N * n, d).float().view(N, n, d)
+            out, streams = draw.coded(N, d).float(), draw.coded(N * n, d).float().view(N, n, d)
             place = torch.arange(n * n).view(n, n)
             comb = (2.0 ** (place % 5 - 2)).expand(N, n, n).clone()
             post = (2.0 ** torch.arange(n)).expand(N, n).clone()

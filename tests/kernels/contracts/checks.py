@@ -34,7 +34,8 @@ def fault_is_red(plant) -> None:
     dtype = torch.float32 if plant.name in FINE else torch.bfloat16
     cases = within.drawn(contract, dtype)
     far = max(within.excess(contract, plant.make(honest), case, coarse=True) for case in cases)
-    assert far >= 2, (plant.name, far)
+    least = 1.5 if plant.entry == 14 else 2  # FP8 has an error of 2.6 %, and the widest limit in bf16 is 1.6 %
+    assert far >= least, (plant.name, far)
 
 
 def canaries_fail(operation: str) -> None:
