@@ -9,15 +9,22 @@ FOLDERS = (
     "attention",
     "block_choice",
     "block_summaries",
+    "cache_rows",
+    "compress",
+    "experts",
     "fusions",
     "gather_attention",
     "grouped_attention",
     "hadamard",
     "hyper_connections",
     "indexer",
+    "linear",
+    "quantize",
     "rms_norm",
     "rope",
     "rotary_rows",
+    "router",
+    "silu_mul",
 )
 
 
