@@ -57,6 +57,18 @@ def kernel(x, indices, routing, w13, w2, limit: float, simulate: bool, after: bo
     return each.sum(1)
 
 
+def shared_kernel(x, w1, w3, w2, limit: float, simulate: bool) -> torch.Tensor:
+    """An honest kernel: fp32 products, h rounded to x's dtype."""
+    rounded = (lambda t: simulated_fp8(t, ACTIVATION_BLOCK).float()) if simulate else (lambda t: t.float())
+    gate, up = (F.linear(rounded(x), to_float(w)) for w in (w1, w3))
+    return F.linear(rounded(clamped_swiglu(gate, up, limit).to(x.dtype)), to_float(w2))
+
+
+def shared_with_fp8(x, w1, w3, w2, limit: float, simulate: bool) -> torch.Tensor:
+    """As `shared_kernel`, with activations rounded to E4M3 in blocks of 128 for every quantised weight."""
+    return shared_kernel(x, w1, w3, w2, limit, w1.format is not WeightFormat.DENSE)
+
+
 def weight_after_w2(x, indices, routing, w13, w2, limit: float, simulate: bool) -> torch.Tensor:
     """As `kernel`, with the routing weight in the epilogue of w2."""
     return kernel(x, indices, routing, w13, w2, limit, simulate, True)

@@ -80,7 +80,7 @@ def every_byte(form: str, O: int, K: int, draw) -> PackedWeight:
     made = weight(form, draw.matrix(O, K), draw)
     if made.format is WeightFormat.DENSE:
         return made
-    place = torch.arange(made.weight.numel()).view(made.weight.shape) * 5 % 256
+    place = (torch.arange(made.weight.numel()).view(made.weight.shape) * 5 + draw.below(256, 1)) % 256
     if made.format is WeightFormat.FP8:
         place = torch.where(place & 127 == 127, 1, place)
     raw = place.to(torch.uint8)

@@ -6,6 +6,7 @@ from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Work
 from dsv4.kernels.quantize import reference
 from dsv4.kernels.quantize.exact import E2M1_GRID, E4M3_GRID, simulated_fp4, simulated_fp8
 
+FEW = {"lower precision": "a code changes only if a value stands beside a boundary, and these are few"}
 SAME = "every value is a code already, or rounds to it from a lower precision too"
 
 
@@ -16,20 +17,20 @@ def halves(draw, block: int, width: int, grid: torch.Tensor) -> dict[str, torch.
     up = torch.nextafter(middles, torch.full_like(middles, 1e9))
     down = torch.nextafter(middles, torch.zeros_like(middles))
     return {
-        "halves between codes": _in_blocks(torch.cat((middles, -middles)), block, width, grid),
-        "beside halves": _in_blocks(torch.cat((up, -up, down, -down)), block, width, grid),
+        "halves between codes": _in_blocks(draw, torch.cat((middles, -middles)), block, width, grid),
+        "beside halves": _in_blocks(draw, torch.cat((up, -up, down, -down)), block, width, grid),
     }
 
 
-def _in_blocks(values: torch.Tensor, block: int, width: int, grid: torch.Tensor) -> torch.Tensor:
-    """Rows [n, width] of the values in turn, each block beginning with the largest code."""
+def _in_blocks(draw, values: torch.Tensor, block: int, width: int, grid: torch.Tensor) -> torch.Tensor:
+    """Rows [n, width] of the values in no order, each block beginning with the largest code; a row times 2^−4 … 2^4."""
     n = -(-len(values) // (width - -(-width // block)))
     x = torch.zeros(n, width)
     free = torch.arange(width) % block != 0
     x[:, ~free] = float(grid[-1])
     place = torch.arange(n * int(free.sum())).view(n, -1) % len(values)
-    x[:, free] = values.float()[place]
-    return x
+    x[:, free] = draw.shuffled(values.float())[place]
+    return x * 2.0 ** (draw.below(9, n, 1) - 4)
 
 
 def families(draw, block: int, width: int, grid: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,7 +48,7 @@ def families(draw, block: int, width: int, grid: torch.Tensor) -> dict[str, torc
         "sizes": x * 2.0 ** sizes.unsqueeze(1),
         "largest at the limits": edges,
         "blocks of different sizes": mixed,
-        "every code": _in_blocks(codes, block, width, grid),
+        "every code": _in_blocks(draw, codes, block, width, grid),
         **halves(draw, block, width, grid),
         "zeros": _zeros(draw, block, width),
         "below the least amax": draw.rand(4, width) * torch.tensor([[1e-5], [1e-9], [1e-4 / 4], [top * 2.0**-22]]),
@@ -70,8 +71,12 @@ def _cases(draw, shapes, grid, tail):
             x = x.to(draw.dtype)
             if keep:
                 x[:, -keep:] = draw.act(len(x), keep)
-            exempt = {"lower precision": SAME, "echo": SAME} if family in ("every code", "halves between codes") else {}
-            yield Case(f"{len(x)} rows, {what}", family, (x, block, *tail(keep)), {}, exempt)
+            exempt = {
+                "every code": {"lower precision": SAME, "echo": SAME},
+                "halves between codes": {"lower precision": SAME},
+            }
+            exempt["zeros"] = FEW
+            yield Case(f"{len(x)} rows, {what}", family, (x, block, *tail(keep)), {}, exempt.get(family, {}))
 
 
 def fp8_cases(w, draw):
@@ -83,7 +88,7 @@ def fp8_cases(w, draw):
     )
     yield from _cases(draw, shapes, E4M3_GRID, lambda keep: (keep,))
     yield Case("heads", "random", (draw.act(5, 3, w.head_dim), 64, 0))
-    yield Case("1 row", "random", (draw.act(1, w.hidden_size), 128, 0))
+    yield Case("1 row", "random", (draw.act(1, w.hidden_size), 128, 0), {}, FEW)
 
 
 def fp4_cases(w, draw):
@@ -93,7 +98,7 @@ def fp4_cases(w, draw):
     yield Case("queries", "random", (draw.act(3, w.index_n_heads, w.index_head_dim), 32))
     small = draw.rand(3, w.index_head_dim) * 2.0 ** torch.tensor([[-120.0], [-124], [-126]])
     yield Case("3 rows", "scales near 2^−126", (small.to(draw.dtype), 32))
-    yield Case("1 row", "random", (draw.act(1, w.index_head_dim), 32))
+    yield Case("1 row", "random", (draw.act(1, w.index_head_dim), 32), {}, FEW)
 
 
 def simulate_work(x, block: int, keep: int = 0) -> Work:

@@ -10,6 +10,7 @@ from dsv4.kernels.router import reference
 
 GAP = 2e-3  # between the biased scores of the last expert that is chosen and the first that is not
 VOCAB = 37
+ONE = {"lower precision": "the weight of a token's only expert is the factor"}
 
 
 def exact_scores(x, weight) -> torch.Tensor:
@@ -61,8 +62,8 @@ def hashed_fp32(x, weight, table, ids, factor: float):
 def inputs(family: str, N: int, w, draw) -> tuple[torch.Tensor, torch.Tensor]:
     """(x [N, D], weight [E, D]) in the activations' dtype.
 
-    cancellation: logits are small differences of large sums. large logits: up to 960, where exp overflows fp32. deep
-    below zero: logits of −20 to −80, where 1 + exp(l) is 1 in fp32. whole logits: from −8 to 14.
+    cancellation: logits are small differences of large sums. large logits: up to 1650, where exp overflows fp32. deep
+    below zero: logits of −18 to −77, where 1 + exp(l) is 1 in fp32. whole logits: from −14 to 21.
     """
     D, E = w.hidden_size, w.n_routed_experts
     x, weight = draw.rand(N, D), draw.matrix(E, D)
@@ -77,7 +78,7 @@ def inputs(family: str, N: int, w, draw) -> tuple[torch.Tensor, torch.Tensor]:
         low, high, step = LOGITS[family]
         logits = step * draw.below(high - low, E) + step * low
         used = 1 << int(math.log2(D))
-        x = (1 + torch.arange(N) % 2).float().unsqueeze(1).expand(N, D)
+        x = torch.tensor([1.0, 2.0, 3.5])[torch.arange(N) % 3].unsqueeze(1).expand(N, D)
         weight = torch.where(torch.arange(D) < used, logits.unsqueeze(1) / used, 0.0)
     if family == "tokens of zeros":
         x[::2] = 0
@@ -92,7 +93,7 @@ def bias_of(family: str, E: int, draw) -> torch.Tensor:
     return torch.zeros(E) if family == "no bias" else bias
 
 
-LOGITS = {"large logits": (-4, 60, 8), "deep below zero": (-40, -10, 1), "whole logits": (-4, 7, 1)}  # of x = 1
+LOGITS = {"large logits": (-4, 60, 8), "deep below zero": (-22, -17, 1), "whole logits": (-4, 7, 1)}  # at x = 1
 FAMILIES = (
     "random",
     "no bias",
@@ -124,7 +125,9 @@ def _scored(family, N, k, factor, w, draw) -> Case:
     best = (exact_scores(x, weight) + bias.double()).sort(1, descending=True).values
     sure = best[:, k - 1] - best[:, k] > GAP * best[:, k - 1].abs().clamp(min=1)
     x = x[sure][:N]
-    return Case(f"{len(x)} tokens, {k} of {len(bias)} experts", family, (x, weight, bias, k, factor))
+    return Case(
+        f"{len(x)} tokens, {k} of {len(bias)} experts", family, (x, weight, bias, k, factor), {}, ONE if k == 1 else {}
+    )
 
 
 def hashed_cases(w, draw):
@@ -146,7 +149,7 @@ def _hashed(family, N, table, factor, w, draw) -> Case:
     unread = torch.ones(len(weight), 1, dtype=torch.bool)
     unread[table[ids].flatten()] = False
     label = f"{N} tokens, {table.shape[1]} of {len(weight)} experts"
-    return Case(label, family, (x, weight, table, ids, factor), {"weight": unread})
+    return Case(label, family, (x, weight, table, ids, factor), {"weight": unread}, ONE if table.shape[1] == 1 else {})
 
 
 def scored_work(x, weight, bias, topk: int, factor: float) -> Work:
