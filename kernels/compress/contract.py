@@ -62,6 +62,7 @@ def _case(family, M: int, S: int, D: int, draw) -> Case:
     if family == "large gates":
         gate = 1e4 + 30 * gate
         gate[1::2] -= 2e4
+        gate[:, S // 2] = float("-inf")
     if family == "cancellation":  # equal weights; rows of +1024 first, then of −1024
         gate = torch.zeros(M, S, D) + draw.rand(M, 1, D)
         kv = kv + torch.where(slot < S // 2, 1024.0, -1024.0)

@@ -11,6 +11,7 @@ from dsv4.kernels.linear.contract import IN_FP8, bytes_of, uneven
 from dsv4.kernels.linear.drawn import DENSE, FP8, MXFP4, NVFP4
 
 WIDE = 1024  # from this width on fewer formats are drawn, and as few experts as a token's list needs
+BELOW = "inputs of w2 below a step"
 FORMS = (DENSE, FP8, MXFP4, NVFP4)
 
 
@@ -40,6 +41,8 @@ class Stacks:
             gate, up = gate.masked_fill(large, 0), up.masked_fill(large, 0)
         if family == "gates far below":
             gate = same_sign(I, d, draw)
+        if family == BELOW:
+            gate, up, down = below_a_step(I, d, draw)
         pair = torch.cat((gate, up * (1 if form != NVFP4 else 3)))  # two global scales, which differ
         return drawn.weight("nvfp4 of two" if form == NVFP4 else form, pair, draw), drawn.weight(form, down, draw)
 
@@ -89,6 +92,7 @@ def expert_cases(w, draw):
             yield _case(family, form, "random", 6, stacks, w, draw)
     if True in simulations(FP8, draw):
         yield _case("routing of all sizes", FP8, "random", 6, stacks, w, draw, True)
+        yield _case(BELOW, MXFP4, "random", 4, stacks, w, draw, True)
 
 
 def same_sign(I: int, d: int, draw) -> torch.Tensor:
@@ -98,12 +102,24 @@ def same_sign(I: int, d: int, draw) -> torch.Tensor:
     return torch.where(first, 1.0, 3.0) * 2.0 ** -round(math.log2(d))
 
 
+def below_a_step(I: int, d: int, draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gate, up and down rows fp32, for inputs of one: 32 channels of every 128 between the products are so large that
+    all others of their block are less than half a step of E4M3, that is, zero. Down rows weigh the others most."""
+    size = 2.0 ** -round(math.log2(d))
+    large = torch.arange(I) % 128 < 32
+    up = torch.where(large, 16.0, 2.0**-16).unsqueeze(1).expand(I, d) * size
+    down = draw.matrix(d, I)
+    return torch.full((I, d), 16 * size), up, torch.where(large, down * 2.0**-14, down.abs())
+
+
 def _inputs(family: str, N: int, d: int, draw) -> torch.Tensor:
     """x [N, d] for a family."""
     if family == "a few large columns":
         return uneven(draw, N, d)[0]
     if family == "gates far below":  # sums of −16, −20 and −24 with `same_sign`, which bf16 holds
         return -torch.tensor([8.0, 10.0, 12.0])[torch.arange(N) % 3].unsqueeze(1).expand(N, d).to(draw.dtype).clone()
+    if family == BELOW:
+        return torch.ones(N, d, dtype=draw.dtype)
     x = draw.rand(N, d) * (20 if family in ("beyond the clamps", "routing of all sizes") else 1)
     if family == "tokens of zeros":
         x[::2] = 0
@@ -111,7 +127,7 @@ def _inputs(family: str, N: int, d: int, draw) -> torch.Tensor:
 
 
 def _case(family, form, skew, N, stacks, w, draw, simulate=False) -> Case:
-    own = family if family in ("coded experts", "a few large columns", "gates far below") else "random"
+    own = family if family in ("coded experts", "a few large columns", "gates far below", BELOW) else "random"
     w13, w2 = stacks(form, own)
     k, E = w.num_experts_per_tok, stacks.E
     indices = lists(skew, N, k, E, draw)
@@ -193,6 +209,8 @@ def shared_cases(w, draw):
             if form == NVFP4 and family == "gates far below":
                 continue  # its scales are no powers of two
             yield _shared(family, form, 4, w, draw)
+    if True in simulations(MXFP4, draw):
+        yield _shared(BELOW, MXFP4, 3, w, draw, True)
     for N in (1, 17, 65):
         yield _shared("random", FP8, N, w, draw)
 
@@ -205,6 +223,8 @@ def _shared(family, form, N, w, draw, simulate=False) -> Case:
         gate, up = gate.masked_fill(large, 0), up.masked_fill(large, 0)
     if family == "gates far below":
         gate = same_sign(I, d, draw)
+    if family == BELOW:
+        gate, up, down = below_a_step(I, d, draw)
     weights = [drawn.weight(form, m, draw) for m in (gate, up, down)]
     label = f"{N} tokens, {form}" + (", activations in FP8" if simulate else "")
     arguments = (_inputs(family, N, d, draw), *weights, w.swiglu_limit, simulate)

@@ -42,8 +42,8 @@ def exact_experts(x, indices, routing, w13, w2, limit: float, simulate: bool) ->
 
 
 def kernel(x, indices, routing, w13, w2, limit: float, simulate: bool, after: bool = False) -> torch.Tensor:
-    """An honest kernel: fp32 products, h rounded to x's dtype, fp32 sums over the experts of a token. `after`: the
-    routing weight multiplies results of w2 in fp32, as in the epilogue of a grouped product."""
+    """An honest kernel: fp32 products, h and the results of w2 rounded to x's dtype, fp32 sums over the experts of a
+    token. `after`: the routing weight multiplies the results of w2, as in the epilogue of a grouped product."""
     N, k = indices.shape
     each = torch.zeros(N, k, x.shape[1])
     rounded = (lambda t: simulated_fp8(t, ACTIVATION_BLOCK).float()) if simulate else (lambda t: t.float())
@@ -52,16 +52,16 @@ def kernel(x, indices, routing, w13, w2, limit: float, simulate: bool, after: bo
         gate, up = F.linear(rounded(x[token]), to_float(expert(w13, e))).chunk(2, -1)
         h, size = clamped_swiglu(gate, up, limit), routing[token, at].unsqueeze(1)
         h = (h if after else h * size).to(x.dtype)
-        y = F.linear(rounded(h), to_float(expert(w2, e)))
+        y = F.linear(rounded(h), to_float(expert(w2, e))).to(x.dtype).float()
         each[token, at] = y * size if after else y
     return each.sum(1)
 
 
 def shared_kernel(x, w1, w3, w2, limit: float, simulate: bool) -> torch.Tensor:
-    """An honest kernel: fp32 products, h rounded to x's dtype."""
+    """An honest kernel: fp32 products, h and the result rounded to x's dtype."""
     rounded = (lambda t: simulated_fp8(t, ACTIVATION_BLOCK).float()) if simulate else (lambda t: t.float())
     gate, up = (F.linear(rounded(x), to_float(w)) for w in (w1, w3))
-    return F.linear(rounded(clamped_swiglu(gate, up, limit).to(x.dtype)), to_float(w2))
+    return F.linear(rounded(clamped_swiglu(gate, up, limit).to(x.dtype)), to_float(w2)).to(x.dtype).float()
 
 
 def shared_with_fp8(x, w1, w3, w2, limit: float, simulate: bool) -> torch.Tensor:

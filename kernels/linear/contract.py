@@ -38,10 +38,10 @@ def with_fp8_activations(x, w: PackedWeight, simulate: bool = False) -> torch.Te
 
 
 def uneven(draw, N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x [N, K] in the activations' dtype, bool [K]): the first 32 of every 128 columns are 2^14 times as large. They
+    """(x [N, K] in the activations' dtype, bool [K]): the first 32 of every 128 columns are 2^17 times as large. They
     decide the scale that FP8 rounds the others of their block by; the weights there are zero."""
     large = torch.arange(K) % ACTIVATION_BLOCK < 32
-    return (draw.rand(N, K) * torch.where(large, 2.0**14, 1.0)).to(draw.dtype), large
+    return (draw.rand(N, K) * torch.where(large, 2.0**17, 1.0)).to(draw.dtype), large
 
 
 def one_hot(draw, N: int, K: int) -> torch.Tensor:
@@ -83,6 +83,10 @@ def linear_cases(w, draw):
         x, large = uneven(draw, 4, d)
         matrix = draw.matrix(O, d).masked_fill(large, 0)
         yield _case("a few large columns", form, x, drawn.weight(form, matrix, draw), True)
+    for form in (FP8, MXFP4):
+        size = 2.0 ** (18 * (torch.arange(d) // ACTIVATION_BLOCK % 2))
+        x, matrix = (draw.rand(4, d) / size).to(draw.dtype), draw.matrix(O, d) * size
+        yield _case("blocks of different sizes", form, x, drawn.weight(form, matrix, draw), True)
     for form in (DENSE, FP8, MXFP4):
         x, matrix = cancelling(draw, 4, d, draw.matrix(O, d))
         yield _case("cancellation", form, x, drawn.weight(form, matrix, draw))

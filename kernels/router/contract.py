@@ -76,13 +76,13 @@ def inputs(family: str, N: int, w, draw) -> tuple[torch.Tensor, torch.Tensor]:
         x[:, half:] -= size
     if family in LOGITS:  # sums of equal terms, exact in fp32
         low, high, step = LOGITS[family]
-        logits = step * draw.below(high - low, E) + step * low
+        logits = step * draw.below(high - low, E) + step * low + 0.25  # that E4M3 does not hold
         used = 1 << int(math.log2(D))
         x = torch.tensor([1.0, 2.0, 3.5])[torch.arange(N) % 3].unsqueeze(1).expand(N, D)
         weight = torch.where(torch.arange(D) < used, logits.unsqueeze(1) / used, 0.0)
     if family == "tokens of zeros":
         x[::2] = 0
-    return x.to(draw.dtype), weight.to(draw.dtype)
+    return x.contiguous().to(draw.dtype), weight.to(draw.dtype)
 
 
 def bias_of(family: str, E: int, draw) -> torch.Tensor:
@@ -112,6 +112,7 @@ def scored_cases(w, draw):
     k, factor = w.num_experts_per_tok, w.routed_scaling_factor
     for family in FAMILIES:
         yield _scored(family, 9, k, factor, w, draw)
+    yield _close(3, k, factor, w, draw)
     for N in (1, 2, 17, 65):
         yield _scored("random", N, k, factor, w, draw)
     yield _scored("random", 5, 1, factor, w, draw)
@@ -128,6 +129,16 @@ def _scored(family, N, k, factor, w, draw) -> Case:
     return Case(
         f"{len(x)} tokens, {k} of {len(bias)} experts", family, (x, weight, bias, k, factor), {}, ONE if k == 1 else {}
     )
+
+
+def _close(N, k, factor, w, draw) -> Case:
+    """The same token N times, and a bias that makes its biased scores 2.000, 2.001, 2.002, …: no two are equal in fp32,
+    and most are in bf16."""
+    x, weight = inputs("random", 1, w, draw)
+    aim = 2 + 1e-3 * draw.shuffled(torch.arange(len(weight)))
+    bias = (aim - exact_scores(x, weight)[0]).float()
+    label = f"{N} tokens, {k} of {len(bias)} experts"
+    return Case(label, "close biased scores", (x.repeat(N, 1), weight, bias, k, factor))
 
 
 def hashed_cases(w, draw):

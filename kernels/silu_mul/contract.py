@@ -24,7 +24,7 @@ def cases(w, draw):
         ("both tails", 6 * draw.rand(5, I), draw.rand(5, I)),
         ("far tails", far, draw.rand(6, I)),
         ("very large gates", draw.rand(3, I) * 1e4, draw.rand(3, I)),
-        ("coded", draw.shuffled(draw.coded(7, I).T).T.float(), draw.coded(7, I).float()),
+        ("coded", draw.shuffled(draw.coded(7, I).T).T.contiguous().float(), draw.coded(7, I).float()),
         ("rows of zeros", torch.cat((torch.zeros(1, I), draw.rand(2, I))), draw.rand(3, I)),
     ):
         gate, up = gate.to(draw.dtype), up.to(draw.dtype)

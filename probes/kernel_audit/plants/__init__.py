@@ -4,7 +4,22 @@ from importlib import import_module
 
 from dsv4.probes.kernel_audit.plant import Plant
 
-FILES = ("attention", "indexer", "process", "hyper_connections", "rotations", "composed_maps", "composed_rows", "grouped", "caches")
+FILES = (
+    "attention",
+    "indexer",
+    "process",
+    "hyper_connections",
+    "rotations",
+    "composed_maps",
+    "composed_rows",
+    "grouped",
+    "caches",
+    "products",
+    "experts",
+    "routing",
+    "formats",
+    "pooling",
+)
 
 
 def plants() -> list[Plant]:
