@@ -74,9 +74,14 @@ def _cases(draw, shapes, grid, tail):
             exempt = {
                 "every code": {"lower precision": SAME, "echo": SAME},
                 "halves between codes": {"lower precision": SAME},
-            }
-            exempt["zeros"] = FEW
-            yield Case(f"{len(x)} rows, {what}", family, (x, block, *tail(keep)), {}, exempt.get(family, {}))
+                "zeros": FEW,
+            }.get(family, few(grid, draw))
+            yield Case(f"{len(x)} rows, {what}", family, (x, block, *tail(keep)), {}, exempt)
+
+
+def few(grid: torch.Tensor, draw) -> dict[str, str]:
+    """FEW for fp32 values that become E2M1: bf16 moves one value in some hundreds to another code."""
+    return FEW if grid is E2M1_GRID and draw.dtype is torch.float32 else {}
 
 
 def fp8_cases(w, draw):
@@ -95,9 +100,9 @@ def fp4_cases(w, draw):
     """Index keys and queries in blocks of 32, a short last block, and numbers near the smallest."""
     shapes = (("keys", w.index_head_dim, 32, 0), ("short last block", w.index_head_dim + 8, 32, 0))
     yield from _cases(draw, shapes, E2M1_GRID, lambda keep: ())
-    yield Case("queries", "random", (draw.act(3, w.index_n_heads, w.index_head_dim), 32))
+    yield Case("queries", "random", (draw.act(3, w.index_n_heads, w.index_head_dim), 32), {}, few(E2M1_GRID, draw))
     small = draw.rand(3, w.index_head_dim) * 2.0 ** torch.tensor([[-120.0], [-124], [-126]])
-    yield Case("3 rows", "scales near 2^−126", (small.to(draw.dtype), 32))
+    yield Case("3 rows", "scales near 2^−126", (small.to(draw.dtype), 32), {}, few(E2M1_GRID, draw))
     yield Case("1 row", "random", (draw.act(1, w.index_head_dim), 32), {}, FEW)
 
 

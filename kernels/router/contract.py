@@ -10,7 +10,6 @@ from dsv4.kernels.router import reference
 
 GAP = 2e-3  # between the biased scores of the last expert that is chosen and the first that is not
 VOCAB = 37
-ONE = {"lower precision": "the weight of a token's only expert is the factor"}
 
 
 def exact_scores(x, weight) -> torch.Tensor:
@@ -120,15 +119,25 @@ def scored_cases(w, draw):
 
 
 def _scored(family, N, k, factor, w, draw) -> Case:
-    """Draws more tokens than N, and takes those of which the chosen experts are apart from the others by GAP."""
-    x, weight = inputs(family, 4 * N + 8, w, draw)
-    bias = bias_of(family, w.n_routed_experts, draw)
-    best = (exact_scores(x, weight) + bias.double()).sort(1, descending=True).values
-    sure = best[:, k - 1] - best[:, k] > GAP * best[:, k - 1].abs().clamp(min=1)
+    """Draws more tokens than N, and takes those of which the chosen experts are apart from the others by GAP; draws
+    again while these are fewer than N."""
+    for _ in range(100):
+        x, weight = inputs(family, 4 * N + 8, w, draw)
+        bias = bias_of(family, w.n_routed_experts, draw)
+        best = (exact_scores(x, weight) + bias.double()).sort(1, descending=True).values
+        sure = best[:, k - 1] - best[:, k] > GAP * best[:, k - 1].abs().clamp(min=1)
+        if sure.sum() >= N:
+            break
     x = x[sure][:N]
-    return Case(
-        f"{len(x)} tokens, {k} of {len(bias)} experts", family, (x, weight, bias, k, factor), {}, ONE if k == 1 else {}
-    )
+    label = f"{len(x)} tokens, {k} of {len(bias)} experts"
+    return Case(label, family, (x, weight, bias, k, factor), {}, _exempt(family, k))
+
+
+def _exempt(family: str, k: int) -> dict[str, str]:
+    """Why a lower precision may not show."""
+    if k == 1:
+        return {"lower precision": "the weight of a token's only expert is the factor"}
+    return {"lower precision": "it may hold the logits of the chosen experts"} if family in LOGITS else {}
 
 
 def _close(N, k, factor, w, draw) -> Case:
@@ -160,7 +169,7 @@ def _hashed(family, N, table, factor, w, draw) -> Case:
     unread = torch.ones(len(weight), 1, dtype=torch.bool)
     unread[table[ids].flatten()] = False
     label = f"{N} tokens, {table.shape[1]} of {len(weight)} experts"
-    return Case(label, family, (x, weight, table, ids, factor), {"weight": unread}, ONE if table.shape[1] == 1 else {})
+    return Case(label, family, (x, weight, table, ids, factor), {"weight": unread}, _exempt(family, table.shape[1]))
 
 
 def scored_work(x, weight, bias, topk: int, factor: float) -> Work:
