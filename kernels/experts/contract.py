@@ -1,133 +1,59 @@
 """Contracts of `experts` and `shared_expert`."""
 
-import math
-
 import torch
 
 from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
 from dsv4.kernels.experts import exact
+from dsv4.kernels.experts.drawn import BELOW, FORMS, MANY, OWN, WIDE, Stacks, inputs, lists, matrices, simulations
 from dsv4.kernels.linear import drawn
-from dsv4.kernels.linear.contract import IN_FP8, bytes_of, uneven
+from dsv4.kernels.linear.contract import IN_FP8, bytes_of
 from dsv4.kernels.linear.drawn import DENSE, FP8, MXFP4, NVFP4
-
-WIDE = 1024  # from this width on fewer formats are drawn, and as few experts as a token's list needs
-BELOW = "inputs of w2 below a step"
-FORMS = (DENSE, FP8, MXFP4, NVFP4)
-
-
-class Stacks:
-    """Weights of all experts by format and family, drawn once for a pass over the cases."""
-
-    def __init__(self, w, draw):
-        self.d, self.I, self.draw, self.found = w.hidden_size, w.moe_intermediate_size, draw, {}
-        self.E = w.n_routed_experts if w.hidden_size < WIDE else min(w.n_routed_experts, w.num_experts_per_tok + 2)
-
-    def __call__(self, form: str, family: str = "random"):
-        """(w13, w2) of E experts."""
-        if (form, family) not in self.found:
-            if self.d >= WIDE:
-                self.found.clear()
-            made = [self._pair(form, family, e) for e in range(self.E)]
-            self.found[form, family] = tuple(drawn.stack(list(ws)) for ws in zip(*made))
-        return self.found[form, family]
-
-    def _pair(self, form: str, family: str, e: int):
-        d, I, draw = self.d, self.I, self.draw
-        gate, up, down = draw.matrix(I, d), draw.matrix(I, d), draw.matrix(d, I)
-        if family == "coded experts":
-            up, down = up * 2.0 ** (e % 3 - 1), down * 2.0 ** (e % 5 - 2)
-        if family == "a few large columns":
-            large = torch.arange(d) % 128 < 32
-            gate, up = gate.masked_fill(large, 0), up.masked_fill(large, 0)
-        if family == "gates far below":
-            gate = same_sign(I, d, draw)
-        if family == BELOW:
-            gate, up, down = below_a_step(I, d, draw)
-        pair = torch.cat((gate, up * (1 if form != NVFP4 else 3)))  # two global scales, which differ
-        return drawn.weight("nvfp4 of two" if form == NVFP4 else form, pair, draw), drawn.weight(form, down, draw)
-
-
-def simulations(form: str, draw) -> tuple[bool, ...]:
-    """Whether activations are rounded to FP8: not for dense weights, nor for fp32 inputs, of which sums in another
-    order would move codes of the second product's inputs."""
-    return (False,) if form == DENSE or draw.dtype is torch.float32 else (False, True)
-
-
-def lists(skew: str, N: int, k: int, E: int, draw) -> torch.Tensor:
-    """int64 [N, k]: experts of each token, all different, in no order.
-
-    one token an expert: each expert at most once. few: the same k experts for all tokens. half empty: the experts of
-    odd numbers below the last, and more if k needs them. zipf: expert e in proportion to 1 / (e + 1).
-    """
-    if skew == "one token an expert":
-        return draw.shuffled(torch.arange(E))[: E // k * k].view(-1, k)
-    if skew == "few":
-        return draw.shuffled(torch.arange(E))[:k].repeat(N, 1)
-    if skew == "half empty":
-        live = torch.arange(1, E - 1, 2) if E >= 2 * k + 2 else torch.arange(1, min(E, k + 1))
-        return live[draw.choose(len(live), N, k)]
-    if skew == "zipf":
-        weights = (1 / (1 + torch.arange(E).double())).expand(N, E)
-        return torch.multinomial(weights, k, generator=draw.g)
-    return draw.choose(E, N, k)
 
 
 def expert_cases(w, draw):
     """Every format; skewed lists; sizes about tiles; clamps on either side; routing weights of all sizes."""
     stacks, k = Stacks(w, draw), w.num_experts_per_tok
-    wide = w.hidden_size >= WIDE
-    for form in (FP8, MXFP4) if wide else FORMS:
+    if w.hidden_size >= WIDE:
+        yield from _wide_cases(stacks, w, draw)
+        return
+    for form in FORMS:
         for simulate in simulations(form, draw):
-            yield _case("random", form, "random", 5, stacks, w, draw, simulate)
-            if simulate:
-                yield _case("a few large columns", form, "random", 4, stacks, w, draw, True)
-        if not wide and form in (FP8, NVFP4):
+            yield _case("random", form, "random", MANY if simulate else 5, stacks, w, draw, simulate)
+            if simulate and form != NVFP4:
+                yield _case("a few large columns", form, "random", MANY, stacks, w, draw, True)
+        if form == NVFP4:
             yield _case("coded experts", form, "random", 5, stacks, w, draw)
     for skew in ("one token an expert", "few", "half empty", "zipf"):
-        yield _case("random", MXFP4, skew, 8 if wide else 17, stacks, w, draw)
+        yield _case("random", MXFP4, skew, 17, stacks, w, draw)
     for N in sorted({1, 2, 16 // k, 64 // k, 64 // k + 1}):
         yield _case("random", MXFP4, "random", N, stacks, w, draw)
     for form in (DENSE, FP8):
         for family in ("beyond the clamps", "routing of all sizes", "gates far below", "tokens of zeros"):
             yield _case(family, form, "random", 6, stacks, w, draw)
     if True in simulations(FP8, draw):
-        yield _case("routing of all sizes", FP8, "random", 6, stacks, w, draw, True)
+        yield _case("routing of all sizes", FP8, "random", MANY, stacks, w, draw, True)
         yield _case(BELOW, MXFP4, "random", 4, stacks, w, draw, True)
 
 
-def same_sign(I: int, d: int, draw) -> torch.Tensor:
-    """Gate rows fp32 [I, d], half of each 1/d and half 3/d, rounded to a power of two: with inputs that are all one
-    whole number the sums are exact, and whole, whatever their order."""
-    first = draw.rand(I, d).argsort(1) < d // 2
-    return torch.where(first, 1.0, 3.0) * 2.0 ** -round(math.log2(d))
-
-
-def below_a_step(I: int, d: int, draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gate, up and down rows fp32, for inputs of one: 32 channels of every 128 between the products are so large that
-    all others of their block are less than half a step of E4M3, that is, zero. Down rows weigh the others most."""
-    size = 2.0 ** -round(math.log2(d))
-    large = torch.arange(I) % 128 < 32
-    up = torch.where(large, 16.0, 2.0**-16).unsqueeze(1).expand(I, d) * size
-    down = draw.matrix(d, I)
-    return torch.full((I, d), 16 * size), up, torch.where(large, down * 2.0**-14, down.abs())
-
-
-def _inputs(family: str, N: int, d: int, draw) -> torch.Tensor:
-    """x [N, d] for a family."""
-    if family == "a few large columns":
-        return uneven(draw, N, d)[0]
-    if family == "gates far below":  # sums of −16, −20 and −24 with `same_sign`, which bf16 holds
-        return -torch.tensor([8.0, 10.0, 12.0])[torch.arange(N) % 3].unsqueeze(1).expand(N, d).to(draw.dtype).clone()
-    if family == BELOW:
-        return torch.ones(N, d, dtype=draw.dtype)
-    x = draw.rand(N, d) * (20 if family in ("beyond the clamps", "routing of all sizes") else 1)
-    if family == "tokens of zeros":
-        x[::2] = 0
-    return x.to(draw.dtype)
+def _wide_cases(stacks, w, draw):
+    """What fits a pass of minutes: three stacks of a few experts."""
+    yield _case("random", FP8, "random", 3, stacks, w, draw)
+    for simulate in simulations(MXFP4, draw):
+        yield _case("random", MXFP4, "random", MANY if simulate else 11, stacks, w, draw, simulate)
+    for family, skew, N in (
+        ("random", "one token an expert", 1),
+        ("random", "few", 17),
+        ("random", "half empty", 1),
+        ("beyond the clamps", "random", 3),
+        ("routing of all sizes", "random", 3),
+    ):
+        yield _case(family, MXFP4, skew, N, stacks, w, draw)
+    if True in simulations(MXFP4, draw):
+        yield _case("a few large columns", MXFP4, "random", MANY, stacks, w, draw, True)
 
 
 def _case(family, form, skew, N, stacks, w, draw, simulate=False) -> Case:
-    own = family if family in ("coded experts", "a few large columns", "gates far below", BELOW) else "random"
+    own = family if family in OWN else "random"
     w13, w2 = stacks(form, own)
     k, E = w.num_experts_per_tok, stacks.E
     indices = lists(skew, N, k, E, draw)
@@ -142,7 +68,7 @@ def _case(family, form, skew, N, stacks, w, draw, simulate=False) -> Case:
     idle = (~used).view(-1, 1, 1)
     unread = {"w13": idle, "w2": idle} if form == DENSE else {}  # NaN codes of quantised weights differ by tensor
     exempt = IN_FP8 if simulate else {}
-    arguments = (_inputs(family, N, stacks.d, draw), indices, routing, w13, w2, w.swiglu_limit, simulate)
+    arguments = (inputs(family, N, stacks.d, draw), indices, routing, w13, w2, w.swiglu_limit, simulate)
     return Case(label, family, arguments, unread, exempt)
 
 
@@ -199,35 +125,34 @@ EXPERTS = Contract(
 
 
 def shared_cases(w, draw):
-    """Every format, sizes about tiles, clamps on either side, gates far below zero, large columns."""
-    for form in FORMS:
+    """Every format, sizes about tiles, clamps on either side, gates far below zero, large columns. Of wide models FP8
+    and MXFP4 alone."""
+    kept = {}
+    case = lambda *about: _shared(*about, kept, w, draw)
+    for form in (FP8, MXFP4) if w.hidden_size >= WIDE else FORMS:
         for simulate in simulations(form, draw):
-            yield _shared("random", form, 5, w, draw, simulate)
-            if simulate:
-                yield _shared("a few large columns", form, 4, w, draw, True)
-        for family in ("beyond the clamps", "gates far below", "tokens of zeros"):
-            if form == NVFP4 and family == "gates far below":
-                continue  # its scales are no powers of two
-            yield _shared(family, form, 4, w, draw)
+            yield case("random", form, MANY if simulate else 5, simulate)
+        for N in (1, 17, 65) if form == FP8 else ():
+            yield case("random", form, N, False)
+        for family in ("beyond the clamps", "tokens of zeros"):
+            yield case(family, form, 4, False)
+        if form != NVFP4:  # its scales are no powers of two
+            yield case("gates far below", form, 4, False)
+        if True in simulations(form, draw):
+            yield case("a few large columns", form, MANY, True)
     if True in simulations(MXFP4, draw):
-        yield _shared(BELOW, MXFP4, 3, w, draw, True)
-    for N in (1, 17, 65):
-        yield _shared("random", FP8, N, w, draw)
+        yield case(BELOW, MXFP4, 3, True)
 
 
-def _shared(family, form, N, w, draw, simulate=False) -> Case:
+def _shared(family, form, N, simulate, kept: dict, w, draw) -> Case:
+    """`kept` holds the weights of the last case, for cases of one format and one kind of weights."""
     d, I = w.hidden_size, w.moe_intermediate_size
-    gate, up, down = draw.matrix(I, d), draw.matrix(I, d), draw.matrix(d, I)
-    if family == "a few large columns":
-        large = torch.arange(d) % 128 < 32
-        gate, up = gate.masked_fill(large, 0), up.masked_fill(large, 0)
-    if family == "gates far below":
-        gate = same_sign(I, d, draw)
-    if family == BELOW:
-        gate, up, down = below_a_step(I, d, draw)
-    weights = [drawn.weight(form, m, draw) for m in (gate, up, down)]
+    own = family if family in OWN else "random"
+    if (form, own) not in kept:
+        kept.clear()
+        kept[form, own] = [drawn.weight(form, m, draw) for m in matrices(own, I, d, draw)]
     label = f"{N} tokens, {form}" + (", activations in FP8" if simulate else "")
-    arguments = (_inputs(family, N, d, draw), *weights, w.swiglu_limit, simulate)
+    arguments = (inputs(family, N, d, draw), *kept[form, own], w.swiglu_limit, simulate)
     return Case(label, family, arguments, {}, IN_FP8 if simulate else {})
 
 
