@@ -61,6 +61,8 @@ def _case(family, form, skew, N, stacks, w, draw, simulate=False) -> Case:
     routing = draw.uniform(0.1, 1, N, k)
     if family == "routing of all sizes":  # small and large in one list would hide the small
         routing *= 10.0 ** draw.uniform(-3, 3, N, 1)
+    if family == BELOW:
+        routing = 2.0 ** -draw.below(3, N, k).float()
     used = torch.zeros(E, dtype=torch.bool)
     used[indices] = True
     label = f"{N} tokens of {k} experts, {form}" + (", activations in FP8" if simulate else "")

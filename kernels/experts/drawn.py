@@ -86,10 +86,11 @@ def same_sign(I: int, d: int, draw) -> torch.Tensor:
 
 def below_a_step(I: int, d: int, draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gate, up and down rows fp32, for inputs of one: 32 channels of every 128 between the products are so large that
-    all others of their block are less than half a step of E4M3, that is, zero. Down rows weigh the others most."""
+    all others of their block are less than half a step of E4M3, that is, zero. Large ones are 80 times a
+    power of two, a code far from halves. Down rows weigh the others most."""
     size = 2.0 ** -round(math.log2(d))
     large = torch.arange(I) % 128 < 32
-    up = torch.where(large, 16.0, 2.0**-16).unsqueeze(1).expand(I, d) * size
+    up = torch.where(large, 8.0, 2.0**-16).unsqueeze(1).expand(I, d) * size
     down = draw.matrix(d, I)
     return torch.full((I, d), 16 * size), up, torch.where(large, down * 2.0**-14, down.abs())
 
