@@ -16,6 +16,7 @@ FEW_BITS = {  # families whose packed rows, in FP8 already, leave a rounded quer
     "one row": "the result is one row",
     "small rows": "logits are near zero whatever the query",
     "cancellation": "q is zero",
+    "below every mask": "q is one number, and all logits move alike",
 }
 
 

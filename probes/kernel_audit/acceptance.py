@@ -2,8 +2,8 @@
 
 limit of a row = factor · max(d₀ that nine rows in ten of the case stay below, d₀ of the row, half an ulp of the
 result's type), d₀ the honest kernel's own relative L2. The worst element of a row may be twice that factor times the
-honest kernel's. The factor is 4 for results of 16 bits, whose rounding hides the order of sums, and 16 for fp32.
-Canaries say whether a case can tell at all: see `canaries`."""
+honest kernel's. The factor is 4 where a rounding to 16 bits or less decides d₀, since that hides the order of sums, and
+16 elsewhere. Canaries say whether a case can tell at all: see `canaries`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ import torch
 from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, rebuilt, tensors
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
-NARROW, WIDE = 4.0, 16.0  # factors for results of 16 bits and of fp32
-CODES_SHARE, CODES_STEP = 0.1, 0.34  # one code of FP4 is at most a third of the largest value of its block
+NARROW, WIDE, ROUNDED = 4.0, 16.0, 2.0**-12  # factors, and the d₀ from which a rounding to 16 bits decides
+CODES_SHARE = 0.1  # of numbers that end in FP8 or FP4, how many may be another code
+SAME = {torch.bfloat16: 2.0**-6, torch.float32: 2.0**-18}  # relative roundings that do not make another code
 ANY = "any-of-equals"
 NEXT = {torch.float32: torch.bfloat16, torch.bfloat16: torch.float8_e4m3fn}
 
@@ -44,10 +45,21 @@ class Truth:
         """The worst judgement of all results; wrong numbers of them, shapes and dtypes are infinitely wrong."""
         if len(found) != len(self.exact):
             return Judgement(float("inf"), "results", f"{len(found)} tensors, expected {len(self.exact)}")
-        judged = [
-            self._one(output, *three) for output, *three in zip(self.contract.outputs, found, self.exact, self.honest)
-        ]
+        results = (self._in_order(tuple(r)) for r in (found, self.exact, self.honest))
+        judged = [self._one(output, *three) for output, *three in zip(self.contract.outputs, *results)]
         return max(judged, key=lambda j: j.ratio)
+
+    def rule(self, output: Output) -> str:
+        """The rule of an output in this case."""
+        return self.case.rules.get(output.name, output.rule)
+
+    def _in_order(self, results: tuple) -> tuple:
+        """Beside a set of indices, outputs of its shape are compared in ascending order of the indices."""
+        sets = [r for r, o in zip(results, self.contract.outputs) if self.rule(o) == SET]
+        if not sets or len(results) == 1:
+            return results
+        order = sets[0].sort(-1).indices
+        return tuple(r.gather(-1, order) if r.shape == order.shape else r for r in results)
 
     def _one(self, output: Output, found, exact, honest) -> Judgement:
         if found.shape != exact.shape or found.dtype is not honest.dtype:
@@ -55,16 +67,18 @@ class Truth:
             return Judgement(float("inf"), "shape and dtype", f"{output.name}: {got}, expected {want}")
         if found.numel() == 0:
             return Judgement(0.0)
-        if output.rule == BITS:
+        if self.rule(output) == BITS:
             return _bits(output, found, exact.to(honest.dtype))
-        if output.rule == SET:
+        if self.rule(output) == SET:
             return _set(output, found, exact, self.case.arguments[0] if self.accuracy == ANY else None)
+        if self.rule(output) == CODES:
+            return _codes(output, found, exact)
         rows = [t.double().reshape(-1, _row_size(t, output.row)) for t in (found, exact, honest)]
         unlike = (rows[0].isnan() & ~rows[1].isnan()) | (rows[0].isinf() | rows[1].isinf()) & (rows[0] != rows[1])
         if unlike.any():
             return Judgement(float("inf"), "NaN or infinity", _place(output, found, unlike.nonzero()[0]), float("inf"))
         rows = [torch.where(rows[1].isfinite(), t, 0.0) for t in rows]
-        return _codes(output, found, *rows[:2]) if output.rule == CODES else _sums(output, found, *rows)
+        return _sums(output, found, *rows)
 
 
 def _row_size(t: torch.Tensor, axes: int) -> int:
@@ -83,17 +97,18 @@ def _place(output: Output, t: torch.Tensor, at: torch.Tensor) -> str:
 
 
 def _half_ulp(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+    """Relative to a number at the upper end of its binade: the smallest that half an ulp is."""
+    return torch.finfo(dtype).eps / 4 if dtype.is_floating_point else 0.0
 
 
 def _sums(output: Output, t, found, exact, honest) -> Judgement:
     half, norm = _half_ulp(t.dtype), exact.norm(dim=1)
-    factor = NARROW if t.element_size() < 4 else WIDE
     live = norm > 0
     own, off = (honest - exact).norm(dim=1), (found - exact).norm(dim=1)
     d0 = own[live] / norm[live]
-    most = d0.quantile(0.9) if live.any() else torch.tensor(0.0)
-    limit = factor * torch.where(live, norm, 0.0) * (own / norm.clamp(min=1e-300)).clamp(min=max(most.item(), half))
+    most = max(d0.quantile(0.9).item() if live.any() else 0.0, half)
+    factor = NARROW if most >= ROUNDED else WIDE
+    limit = factor * torch.where(live, norm, 0.0) * (own / norm.clamp(min=1e-300)).clamp(min=most)
     limit = torch.where(live, limit, 2 * factor * own)
     by_row = _ratio(off, limit)
     worst, mine = (found - exact).abs(), (honest - exact).abs().amax(1)
@@ -111,16 +126,31 @@ def _ratio(error: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     return torch.where(error > 0, error / limit.clamp(min=1e-300), 0.0).clamp(max=1e30)
 
 
-def _codes(output: Output, t, found, exact) -> Judgement:
-    size = exact.square().mean(1, keepdim=True).sqrt()
-    off = (found - exact).abs()
-    wrong = off > 1e-5 * torch.maximum(exact.abs(), size)
-    share = wrong.double().mean().item()
-    far = _ratio(off.amax(1), CODES_STEP * exact.abs().amax(1))
-    row = int(far.argmax())
-    if far[row] > share / CODES_SHARE:
-        return Judgement(far[row].item(), "steps of more than a code", _place(output, t, torch.tensor([row])), share)
-    place = _place(output, t, wrong.nonzero()[0]) if wrong.any() else ""
+def _codes(output: Output, found: torch.Tensor, exact: torch.Tensor) -> Judgement:
+    """Numbers that end in FP8 or FP4: few may be another code, and none further away than the next.
+
+    Blocks of 32 columns say themselves what they hold: numbers of one bit of fraction are FP4, of three bits FP8;
+    others are not coded and may only differ by roundings, which are relative to the block's largest number."""
+    same, columns = SAME.get(found.dtype, 2.0**-18), exact.shape[-1]
+    blocks = lambda t: torch.nn.functional.pad(t.double(), (0, -columns % 32)).unflatten(-1, (-1, 32))
+    got, want = blocks(found), blocks(exact)
+    far, size = (got - want).abs(), torch.maximum(got.abs(), want.abs())
+    if not torch.equal(got.isfinite(), want.isfinite()):
+        return Judgement(float("inf"), "NaN or infinity", output.name, float("inf"))
+    largest, row = size.amax(-1, keepdim=True), size.amax((-1, -2), keepdim=True)
+    mantissa = torch.frexp(want).mantissa
+    of_bits = lambda n: (mantissa * 2 ** (n + 1) % 1 == 0).all(-1, keepdim=True)
+    fp8 = torch.maximum(0.126 * size, row * 2.0**-9 / 223)  # small FP8 codes may look like FP4
+    fp4 = torch.maximum(torch.maximum(0.51 * size, largest / 5.9), fp8)
+    step = torch.where(of_bits(1), fp4, torch.where(of_bits(3), fp8, same * largest))
+    beyond = _ratio(far, torch.maximum(step, same * size))
+    wrong = (far > same * size) & of_bits(3)
+    share = wrong.double().sum().item() / max(1, int(of_bits(3).expand_as(far).sum()))
+    worst = beyond.max().item() if beyond.numel() else 0.0
+    if worst > 1:
+        at = (beyond > 1).flatten(0, -3).flatten(1).nonzero()[0]
+        return Judgement(worst, "further away than the next code", _place(output, found, at), share)
+    place = _place(output, found, wrong.flatten(0, -3).flatten(1).nonzero()[0]) if wrong.any() else ""
     return Judgement(share / CODES_SHARE, "share of codes that differ", place, share)
 
 
@@ -132,7 +162,7 @@ def _bits(output: Output, found, exact) -> Judgement:
     wrong = ~same.reshape(-1, _row_size(found, output.row))
     count = int(wrong.sum())
     place = _place(output, found, wrong.nonzero()[0]) if count else ""
-    return Judgement(float(count), "values of other bits", place, count / found.numel())
+    return Judgement(2.0 * count, "values of other bits", place, count / found.numel())
 
 
 def _set(output: Output, found, exact, scores) -> Judgement:
@@ -153,7 +183,7 @@ def _set(output: Output, found, exact, scores) -> Judgement:
     count = int(wrong.sum())
     rows = wrong.reshape(-1, wrong.shape[-1])
     place = _place(output, found, rows.nonzero()[0][:1]) if count else ""
-    return Judgement(float(count), "indices that differ", place, count / found.numel())
+    return Judgement(2.0 * count, "indices that differ", place, count / found.numel())
 
 
 def listed(value) -> tuple[torch.Tensor, ...]:
@@ -176,15 +206,13 @@ def truth_of(contract: Contract, case: Case, accuracy: str) -> Truth:
     places = [o.argument for o in contract.outputs]
     complete = len(returned) == len(places)
     honest = [next(honest) if complete or place is None else listed(arguments[place])[0] for place in places]
-    dtype = next((t.dtype for t in tensors(case.arguments) if t.is_floating_point()), torch.float32)
-    honest = [_typed(h, o, dtype) for h, o in zip(honest, contract.outputs)]
+    honest = [_typed(h, o) for h, o in zip(honest, contract.outputs)]
     return Truth(contract, case, accuracy, exact, tuple(honest))
 
 
-def _typed(value: torch.Tensor, output: Output, activation: torch.dtype) -> torch.Tensor:
-    """In the dtype that the contract promises."""
-    promised = activation if output.dtype == "activation" else getattr(torch, output.dtype, value.dtype)
-    return value.to(promised)
+def _typed(value: torch.Tensor, output: Output) -> torch.Tensor:
+    """In the dtype that the contract promises; of activations the honest kernel's own."""
+    return value.to(getattr(torch, output.dtype, value.dtype))
 
 
 def canaries(truth: Truth, other: Truth | None) -> Iterator[tuple[str, Judgement | None, str]]:
@@ -209,9 +237,16 @@ def canaries(truth: Truth, other: Truth | None) -> Iterator[tuple[str, Judgement
     ]
     yield of("echo", None if any(e is None for e in echo) else echo, "no argument has the result's shape and dtype")
     alike = other is not None and [t.shape for t in other.honest] == [t.shape for t in shaped]
-    yield of("other inputs", list(other.honest) if alike else None, "results of other inputs have other shapes")
+    alike = alike and not all(torch.equal(_ordered(a), _ordered(b)) for a, b in zip(other.exact, truth.exact))
+    why = "results of other inputs have other shapes, or are the same"
+    yield of("other inputs", list(other.honest) if alike else None, why)
     lower = _lower(truth)
     yield of("lower precision", lower, "the next lower precision holds these inputs exactly")
+
+
+def _ordered(t: torch.Tensor) -> torch.Tensor:
+    """Indices in ascending order; other values as they are."""
+    return t if t.is_floating_point() or not t.ndim else t.sort(-1).values
 
 
 def _lower(truth: Truth) -> list[torch.Tensor] | None:

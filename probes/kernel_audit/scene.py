@@ -142,5 +142,17 @@ def with_poison(truth: Truth) -> tuple:
 
 
 def poisoned(t: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    value = float("nan") if t.is_floating_point() else 255 if t.dtype is torch.uint8 else torch.iinfo(t.dtype).max
-    return t.masked_fill(mask.expand(t.shape), value)
+    """NaN where `mask`: byte 255 of one-byte types, which is NaN in E4M3 and E8M0, and the largest integer of
+    others."""
+    if t.element_size() == 1:
+        raw = t.view(torch.uint8)
+        return raw.masked_fill(_fitted(mask, raw), 255).view(t.dtype)
+    value = float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).max
+    return t.masked_fill(_fitted(mask, t), value)
+
+
+def _fitted(mask: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The mask [E, 1, 1] of a stack of matrices over the tensors of a packed weight, whose trailing axes differ."""
+    while mask.ndim > t.ndim and mask.shape[-1] == 1:
+        mask = mask.squeeze(-1)
+    return mask.expand(t.shape)

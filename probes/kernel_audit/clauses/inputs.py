@@ -17,7 +17,8 @@ def changed(harness, arguments, templates):
     before = [bits(list(tensors(a))) for a in placed]
     harness.call(placed, templates)
     after = [bits(list(tensors(a))) for a in placed]
-    return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and i not in harness.contract.written]
+    free = {i for i, a in enumerate(harness.contract.arguments) if a.scratch} | set(harness.contract.written)
+    return [i for i, (a, b) in enumerate(zip(before, after)) if a != b and i not in free]
 
 
 def run(scene: Scene) -> Iterator[Check]:

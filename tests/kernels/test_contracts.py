@@ -1,0 +1,105 @@
+"""Contracts: honest kernels are within the limits of their class, planted faults and canaries are not."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from dsv4.kernels.contract import Contract, rebuilt, tensors
+from dsv4.kernels.contracts import contracts
+from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.drawing import Draw
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.widths import SMALL
+from dsv4.probes.kernel_audit.acceptance import Truth, canaries, truth_of
+from dsv4.probes.kernel_audit.plants import plants
+
+ALL = contracts()
+FINE = ("the table in bf16",)  # faults that a result in bf16 hides: a rotation keeps the size of each pair
+DTYPES = [
+    pytest.param(name, dtype, id=f"{name} {str(dtype)[6:]}")
+    for name, c in ALL.items()
+    for dtype in dict.fromkeys(c.dtypes)
+]
+LAZY = 5  # entry of the catalogue: results of another type, which only a call sees
+GATE = [p for p in plants() if p.clause == "gate" and p.device == "any" and p.entry != LAZY]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@lru_cache(maxsize=6)
+def truths(name: str, dtype: torch.dtype, accuracy: str = "", seed: int = 5) -> list[Truth]:
+    """Every case of small widths with its results in fp64."""
+    contract = ALL[name]
+    cases = contract.cases(SMALL, Draw(seed, dtype))
+    return [truth_of(contract, case, accuracy or contract.default(dtype)) for case in cases]
+
+
+def results(contract: Contract, function, case) -> list[torch.Tensor]:
+    """What a function returns and writes, in the order of the contract's outputs; its arguments are copies."""
+    arguments = [rebuilt(a, torch.clone) for a in case.arguments]
+    found = list(tensors(function(*arguments)))
+    if len(found) == len(contract.outputs):
+        return found
+    returned = iter(found)
+    of = lambda place: next(returned) if place is None else next(iter(tensors(arguments[place])))
+    return [of(o.argument) for o in contract.outputs]
+
+
+def others(name: str) -> dict:
+    """Implementations for a processor beside the contract's own."""
+    if name in COMPOSITIONS:
+        return {"cpu": getattr(bind(OPERATIONS, "cpu", DispatchLedger(), COMPOSITIONS), name)}
+    found = (OPERATIONS | GQA_OPERATIONS)[name].implementations
+    return {k: found[k] for k in ("reference", "cpu") if k in found}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name,dtype", DTYPES)
+def test_honest_kernels_are_within_the_limits_of_every_case(name, dtype):
+    contract = ALL[name]
+    for accuracy, honest in contract.classes.items():
+        more = others(name) if accuracy == contract.default(dtype) else {}
+        for truth in truths(name, dtype, accuracy):
+            for who, function in {accuracy: honest, **more}.items():
+                arguments = truth.case.arguments if who != "cpu" or name != "topk_entries" else truth.case.arguments[:2]
+                call = lambda *a, function=function, n=len(arguments): function(*a[:n])
+                judgement = truth.judge(results(contract, call, truth.case))
+                assert judgement.ratio <= 1, (who, truth.case.family, truth.case.label, judgement)
+
+
+@pytest.mark.few(each=lambda p: p["plant"].operation)
+@pytest.mark.parametrize("plant", GATE, ids=lambda p: f"{p.operation}: {p.name}")
+def test_planted_faults_are_over_the_limit_of_some_case(plant):
+    contract = ALL[plant.operation]
+    dtype = torch.float32 if plant.name in FINE or torch.bfloat16 not in contract.dtypes else torch.bfloat16
+    faulty, worst = plant.make(contract.classes[contract.default(dtype)]), 0.0
+    for truth in truths(plant.operation, dtype):
+        try:
+            worst = max(worst, truth.judge(results(contract, faulty, truth.case)).ratio)
+        except (StopIteration, RuntimeError, IndexError):  # a result that is missing or refused is a finding too
+            return
+        if worst >= 1.5:
+            return
+    raise AssertionError(f"{plant.operation}: {plant.name} reaches {worst:.3g} of the limit")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name,dtype", DTYPES)
+def test_canaries_are_refused_in_every_case_that_does_not_say_why_not(name, dtype):
+    again = truths(name, dtype, seed=6)
+    for truth, other in zip(truths(name, dtype), again, strict=True):
+        for canary, judgement, _ in canaries(truth, other):
+            assert judgement is None or judgement.ratio > 1, (canary, truth.case.family, truth.case.label)
+
+
+def test_every_operation_of_a_model_has_a_contract_or_is_known_to_have_none():
+    without = {"chunked_prefill", "fetch", "write_back"}
+    assert set(OPERATIONS | GQA_OPERATIONS) - set(ALL) == without
