@@ -1,5 +1,6 @@
 """The common part of all models: an embedding, an output head, and the one way to run them (`append`)."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,7 @@ from dsv4.arguments import check_cache, check_chunk, check_ids, check_logits, ch
 from dsv4.cache import Form, form
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
+from dsv4.kernels.replacing import replacements_of
 from dsv4.linear import Linear, parameter
 from dsv4.module import Module
 from dsv4.numerics import Numerics
@@ -78,9 +80,10 @@ class CausalLM(Module):
 
     frequencies: dict[str, torch.Tensor]
 
-    def __init__(self, config, numerics: Numerics, backend: str):
+    def __init__(self, config, numerics: Numerics, backend: str, replacements: Mapping[str, Any] | None = None):
         super().__init__()
         self.config, self.numerics, self.backend = config, numerics, backend
+        self.replacements = replacements_of(replacements)  # kernels of the user's, by operation
         self.dispatch = DispatchLedger()
         self.device = torch.device("cpu")
         self.max_context: int | None = None  # default of new_cache

@@ -1,5 +1,7 @@
 """A published geometry with random weights, made on the device: for kernels and timings without a checkpoint."""
 
+from collections.abc import Mapping
+
 import torch
 
 from dsv4.cache import Cache
@@ -37,13 +39,14 @@ def load_dummy(
     mtp: bool = False,
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
+    kernels: Mapping | None = None,
 ) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro' with its first `layers` layers and random weights; mtp:
     with its MTP block too.
 
     Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.gqa.dummy`), with `attention`. Formats are the official ones
-    (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory too, as `load_model`. Raises
-    InputError for a name or number of layers that does not exist.
+    (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory and kernels too, as `load_model`.
+    Raises InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:
         check_choices(numerics_named(numerics), mtp, False, cache, index_cache)
@@ -56,6 +59,7 @@ def load_dummy(
             max_context,
             seed,
             attention,
+            kernels,
         )
         model.kv_memory = kv_memory
         return model
@@ -81,7 +85,7 @@ def load_dummy(
     tensors = official_tensors(config)
     with torch.device("meta"):
         model = Model(
-            config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp=mtp
+            config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp, kernels
         )
     model.to_empty(device=target)
     model.device, model.max_context, model.kv_memory = target, max_context, kv_memory

@@ -1,6 +1,16 @@
 """Errors of the model and the engine. Each is one line meant for the user."""
 
-from dsv4.kernels.errors import BackendUnavailable, Dsv4Error, UnsupportedInput
+from dsv4.kernels.errors import (
+    BackendUnavailable,
+    Dsv4Error,
+    KernelError,
+    KernelFailed,
+    KernelMismatch,
+    KernelNotLoaded,
+    KernelNotReached,
+    UnknownOperation,
+    UnsupportedInput,
+)
 
 __all__ = [
     "BackendUnavailable",
@@ -9,12 +19,18 @@ __all__ = [
     "ContextOverrun",
     "Dsv4Error",
     "InputError",
+    "KernelError",
+    "KernelFailed",
+    "KernelMismatch",
+    "KernelNotLoaded",
+    "KernelNotReached",
     "MissingSelection",
     "MissingSummaries",
     "NotFinite",
     "OutOfPages",
     "PageError",
     "RewindError",
+    "UnknownOperation",
     "UnsupportedInput",
     "brief",
 ]

@@ -117,7 +117,8 @@ def generate(
     if model.backend == "triton" and max_new_tokens > 1 and cache.lengths[0] < limit:
         begun = time.perf_counter()
         graph = DecodeGraph(model, cache)
-        out.capture_seconds = time.perf_counter() - begun
+        if graph.graph is not None:
+            out.capture_seconds = time.perf_counter() - begun
     begun = time.perf_counter()
     while True:
         # a token that stops the generation is then appended for nothing

@@ -19,8 +19,9 @@ WARM_UP = 2  # runs before capture: kernels compile and libraries take their wor
 
 def captures(model: CausalLM) -> bool:
     """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the
-    device to count each expert's tokens."""
-    return model.device.type == "cuda" and model.backend == "triton"
+    device to learn how many tokens each expert has. Nor with a user's kernel: it may wait for the device too, and a
+    replay would not count its calls."""
+    return model.device.type == "cuda" and model.backend == "triton" and not model.replacements
 
 
 def capacity(model: CausalLM, limit: int) -> int:

@@ -1,8 +1,9 @@
 """From a checkpoint directory to a model that runs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from dsv4.gqa.choice import NOT_GQA, Attention
 from dsv4.gqa.model import GQAModel
 from dsv4.host_tier.choice import HostMemory
 from dsv4.kernels.quantize import WeightFormat
+from dsv4.kernels.replacing import replacements_of
 from dsv4.linear import Matrix, Storage
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.expected import check_extent
@@ -38,6 +40,7 @@ def load_model(
     index_cache: str = "auto",
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
+    kernels: Mapping[str, Any] | None = None,
 ) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
@@ -52,11 +55,12 @@ def load_model(
     index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`). attention: what a GQA model
     reads of its cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context
     is in pinned host memory (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are
-    made after that).
+    made after that). kernels: operation → a function, or its spec as text, to run in its place (`dsv4.kernels.user`).
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
-    InputError or BackendUnavailable, each one line.
+    InputError, BackendUnavailable or KernelError, each one line.
     """
+    kernels = replacements_of(kernels)
     inventory = Inventory.open(path)
     target = resolve_device(device)
     choice = numerics_named(numerics)
@@ -69,9 +73,8 @@ def load_model(
             "--kv-memory host and --device-map were given; caches in host memory belong to layers on one "
             "device: leave out one"
         )
-    model = plan_model(
-        inventory, choice.with_caches(cache, index_cache), resolve_backend(backend, target, device_map is not None), mtp
-    )
+    ran_by = resolve_backend(backend, target, device_map is not None)
+    model = plan_model(inventory, choice.with_caches(cache, index_cache), ran_by, mtp, kernels)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(
@@ -124,10 +127,12 @@ def _check_tables(model: CausalLM, parameters) -> None:
             raise CheckpointError(f"tensor {name} names expert {int(parameter.max())}; the config has {E} experts")
 
 
-def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None) -> CausalLM:
-    """The model on the meta device, and its ledger of the checkpoint's headers (not yet checked)."""
+def plan_model(
+    inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping[str, Any] | None = None
+) -> CausalLM:
+    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
     if inventory.family == "gqa":
-        return gqa.plan_model(inventory, numerics, backend)
+        return gqa.plan_model(inventory, numerics, backend, kernels)
     config = ModelConfig.from_official(inventory.config)
     check_extent(inventory.sources, config)
     if mtp is None:
@@ -140,7 +145,8 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, mtp: bool
     _check_expert_dtype(inventory)
     try:
         with torch.device("meta"):
-            model = Model(config, numerics, backend, lambda name: _storage(inventory, numerics, config, name), mtp)
+            store = lambda name: _storage(inventory, numerics, config, name)
+            model = Model(config, numerics, backend, store, mtp, kernels)
     except RuntimeError as error:  # more bytes than 64 bits count
         if "overflow" not in str(error):
             raise

@@ -41,9 +41,9 @@ class Model(CausalLM):
     (`layers.0.hc_attn.fn` for `layers.0.hc_attn_fn`) and experts are stacked.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, backend: str, store, mtp: bool):
-        super().__init__(config, numerics, backend)
-        op = self.op = bind(OPERATIONS, backend, self.dispatch, COMPOSITIONS)
+    def __init__(self, config: ModelConfig, numerics: Numerics, backend: str, store, mtp: bool, replacements=None):
+        super().__init__(config, numerics, backend, replacements)
+        op = self.op = bind(OPERATIONS, backend, self.dispatch, COMPOSITIONS, self.replacements)
         op.bound = op  # see dsv4.module.fuses
         self.embed = Embedding(config, store("embed").dtype)
         self.layers = nn.ModuleList(

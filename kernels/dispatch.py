@@ -11,6 +11,9 @@ falls back silently:
   where it is differentiable itself.
 - `triton`: GPU kernels. Every operation must have one, or binding raises.
 
+A kernel of the user's may stand for an operation (`dsv4.kernels.replacing`): compositions that would compute it
+otherwise are then run part by part.
+
 Every bound call is counted in a `DispatchLedger`, which reports print.
 """
 
@@ -19,7 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 
-from dsv4.kernels.errors import BackendUnavailable
+from dsv4.kernels.errors import BackendUnavailable, KernelMismatch
+from dsv4.kernels.replacing import Replaced, Replacement, check_known
 
 BACKENDS = ("reference", "cpu", "training", "triton")
 
@@ -97,17 +101,32 @@ def bind(
     backend: str,
     ledger: DispatchLedger,
     compositions: Mapping[str, Composition] = MappingProxyType({}),
+    replacements: Mapping[str, Callable | str | Replacement] = MappingProxyType({}),
 ) -> SimpleNamespace:
-    """Resolve every operation and composition for `backend` and return them as attributes of one object; its attribute
-    `fused` names the compositions that run as one.
+    """Resolve every operation and composition for `backend` and return them as attributes of one object. Of its other
+    attributes `fused` names the compositions that run as one; `unfused` those that would, but compute an operation that
+    is replaced; `replaced` has the `Replaced` by operation.
+
+    replacements: operation → a function, or its spec as text, that runs in its place (`dsv4.kernels.user`).
 
     Raises BackendUnavailable when any operation lacks an implementation: before the
-    model runs, not in the middle of it.
+    model runs, not in the middle of it. Of replacements also UnknownOperation, KernelNotLoaded, KernelMismatch.
     """
-    bound = SimpleNamespace(**{name: _counted(name, *op.resolve(backend), ledger) for name, op in operations.items()})
-    bound.fused = frozenset(
-        name for name, composition in compositions.items() if backend in composition.implementations
-    )
+    check_known(replacements, operations, compositions)
+    if backend == "training" and replacements:
+        raise KernelMismatch(
+            f"a kernel was given for {', '.join(replacements)} on the training backend, which is differentiable; "
+            "expected backend reference, cpu or triton"
+        )
+    others = {name: op for name, op in operations.items() if name not in replacements}
+    bound = SimpleNamespace(**{name: _counted(name, *op.resolve(backend), ledger) for name, op in others.items()})
+    bound.replaced = {n: Replaced(operations[n], Replacement.of(given), backend) for n, given in replacements.items()}
+    for name, kernel in bound.replaced.items():
+        why = f"in place of the {backend} backend's"
+        setattr(bound, name, _counted(name, kernel, why, ledger, kernel.shown))
+    able = {name: c for name, c in compositions.items() if backend in c.implementations}
+    bound.unfused = tuple(name for name, c in able.items() if not bound.replaced.keys().isdisjoint(c.parts))
+    bound.fused = frozenset(able) - frozenset(bound.unfused)
     for name, composition in compositions.items():
         if name in bound.fused:
             fused = composition.implementations[backend]
@@ -118,9 +137,10 @@ def bind(
     return bound
 
 
-def _counted(name: str, function: Callable, why: str, ledger: DispatchLedger) -> Callable:
-    implementation = function.__module__.rsplit(".", 1)[-1]
-    count = ledger.counter(name, implementation, why)
+def _counted(
+    name: str, function: Callable, why: str, ledger: DispatchLedger, implementation: str | None = None
+) -> Callable:
+    count = ledger.counter(name, implementation or function.__module__.rsplit(".", 1)[-1], why)
 
     def call(*args):
         count[0] += 1

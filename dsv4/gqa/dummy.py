@@ -5,6 +5,8 @@ Widths, heads and biases are those of the published configs of Llama 3.1 8B and 
 tokens, so that decode at any length can be timed; the output of random weights means nothing anyway.
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from dsv4.errors import InputError
@@ -54,6 +56,7 @@ def load_gqa_dummy(
     max_context: int | None = None,
     seed: int = 0,
     attention: Attention | None = None,
+    kernels: Mapping | None = None,
 ) -> GQAModel:
     """The first `layers` layers of a geometry, in bf16 (fp32 in numerics of that name); maps have gains near 1.
 
@@ -67,7 +70,7 @@ def load_gqa_dummy(
     config = GQAConfig.from_dict(raw | {"num_hidden_layers": layers, "max_position_embeddings": LONGEST})
     storage = Storage() if numerics.dense else Storage(WeightFormat.DENSE, torch.bfloat16)
     with torch.device("meta"):
-        model = GQAModel(config, numerics, backend, lambda leaf: storage)
+        model = GQAModel(config, numerics, backend, lambda leaf: storage, kernels)
     model.to_empty(device=device)
     model.device, model.max_context = device, max_context
     fill_weights(model, seed)

@@ -1,6 +1,7 @@
 """From the files of a GQA checkpoint to its model: the plan, the ledger, and further checks."""
 
 import re
+from collections.abc import Mapping
 
 import torch
 
@@ -42,8 +43,8 @@ def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str
         )
 
 
-def plan_model(inventory: Inventory, numerics: Numerics, backend: str) -> GQAModel:
-    """The model on the meta device, and its ledger of the checkpoint's headers (not yet checked)."""
+def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
+    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
     config = GQAConfig.from_dict(inventory.config)
 
     def storage(name: str) -> Storage:
@@ -51,7 +52,7 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str) -> GQAMod
         return Storage() if source is None or numerics.dense else Storage(WeightFormat.DENSE, DTYPES[source.dtype])
 
     with torch.device("meta"):
-        model = GQAModel(config, numerics, backend, storage)
+        model = GQAModel(config, numerics, backend, storage, kernels)
     model.inventory, model.ledger = inventory, LoadLedger()
     model.ledger.account(
         pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, config)

@@ -104,9 +104,9 @@ class GQAModel(CausalLM):
     """A model of `GQAConfig`. Build it with `dsv4.load_model`. store(tensor name) → dsv4.linear.Storage says how it is
     held."""
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, backend: str, store):
-        super().__init__(config, numerics, backend)
-        op = self.op = bind(GQA_OPERATIONS, backend, self.dispatch, GQA_COMPOSITIONS)
+    def __init__(self, config: GQAConfig, numerics: Numerics, backend: str, store, replacements=None):
+        super().__init__(config, numerics, backend, replacements)
+        op = self.op = bind(GQA_OPERATIONS, backend, self.dispatch, GQA_COMPOSITIONS, self.replacements)
         op.bound = op  # see dsv4.module.fuses
         self.model = Decoder(config, numerics, lambda leaf: store(f"model.{leaf}"), op)
         tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
