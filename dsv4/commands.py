@@ -23,6 +23,7 @@ from dsv4.options import (
     Drafts,
     Guess,
     IndexCache,
+    Kernels,
     KVMemory,
     Numerics,
     Quiet,
@@ -70,6 +71,7 @@ def generate(
     ] = False,
     numerics: Numerics = "native",
     backend: Backend = "auto",
+    kernel: Kernels = None,
     device: Device = "cpu",
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
@@ -104,7 +106,7 @@ def generate(
     ] = False,
 ):
     """Generate text from a checkpoint. stdout gets the text; stderr gets progress and a summary of three lines."""
-    from dsv4 import run, tables
+    from dsv4 import run, tables, user_kernels
     from dsv4.generate import Sampling
     from dsv4.gqa.choice import attention_named
     from dsv4.host_tier.choice import memory_named
@@ -137,15 +139,17 @@ def generate(
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     where = memory_named(kv_memory, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
-    run.parse_max_memory(max_memory)  # options are checked before a checkpoint is read
+    kernels = user_kernels.kernels_named(kernel)
+    run.parse_max_memory(max_memory)  # options are read before a checkpoint
     config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
     shown = not quiet
     with limited_threads(config and config.hidden_size, threads):
         with progress_bar("loading", shown=shown) as loading:
             choices = run.Choices(numerics, backend, device, cache, index_cache)
             session = run.Session(
-                checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where
+                checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where, kernels
             )
+        _say(user_kernels.before(session.model), quiet)
         session.tokenizer = tokenizer
         ids = ids if ids is not None else session.encode(request)
         with progress_bar("prefill", "tokens", shown) as prefilling:
@@ -159,12 +163,20 @@ def generate(
     document = session.document(result, text)
     if as_json:
         print_json(document)
-        return
-    show("\n")
-    if verbose:
-        tables.generation(document, wide(stderr=True))
-    if not quiet:
-        tables.generation_summary(document, errors)
+    else:
+        show("\n")
+        if verbose:
+            tables.generation(document, wide(stderr=True))
+        if not quiet:
+            tables.generation_summary(document, errors)
+    _say(user_kernels.after(session.model), quiet)
+    user_kernels.check_reached(session.model)
+
+
+def _say(lines: list[str], quiet: bool) -> None:
+    """Of users' kernels, to stderr."""
+    for line in () if quiet else lines:
+        errors.print(line)
 
 
 def _check_output(as_json: bool, quiet: bool, verbose: bool) -> None:
@@ -213,6 +225,7 @@ def batch(
     ] = None,
     numerics: Numerics = "native",
     backend: Backend = "auto",
+    kernel: Kernels = None,
     device: Device = "cpu",
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
@@ -227,7 +240,7 @@ def batch(
 ):
     """Run many requests over one pool of pages. stdout gets a JSON result a line as each ends, then the figures; stderr
     gets a table at the end. Exit code 1 if any request failed."""
-    from dsv4 import run, tables
+    from dsv4 import run, tables, user_kernels
     from dsv4.engine.command import Options, run_batch
     from dsv4.gqa.choice import attention_named
     from dsv4.threads import limited_threads
@@ -244,18 +257,23 @@ def batch(
         )
     options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, report)
     reads = attention_named(attention, attention_tokens, terminate, rule=terminate_rule)
+    kernels, opened = user_kernels.kernels_named(kernel), []
 
     documents, begun = [], time.perf_counter()
 
     def load() -> run.Session:
         stack.enter_context(limited_threads(run.model_config(checkpoint).hidden_size, threads))
         with progress_bar("loading", shown=not quiet) as loading:
-            return run.Session(
+            session = run.Session(
                 checkpoint,
                 run.Choices(numerics, backend, device, cache, index_cache),
                 progress=loading,
                 attention=reads,
+                kernels=kernels,
             )
+        opened.append(session.model)
+        _say(user_kernels.before(session.model), quiet)
+        return session
 
     def write(document: dict) -> None:
         documents.append(document)
@@ -265,5 +283,8 @@ def batch(
         failed = run_batch(load, requests, options, write)
     if not quiet:
         tables.batch(documents[:-1], documents[-1]["figures"], time.perf_counter() - begun, wide(stderr=True))
+    for model in opened:
+        _say(user_kernels.after(model), quiet)
+        user_kernels.check_reached(model)
     if failed:
         raise typer.Exit(1)

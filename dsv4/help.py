@@ -22,7 +22,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "batches policies heads rounds",
     "Text": "text context rows tail new_tokens needles needle_context asked_context in_prompt every queries tokens "
     "seed dump",
-    "Model": "numerics backend device threads jobs dummy_weights device_map max_memory layers weights bandwidth "
+    "Model": "numerics backend kernel device threads jobs dummy_weights device_map max_memory layers weights bandwidth "
     "capacity",
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",

@@ -145,5 +145,15 @@ Guess = Annotated[
         "trained ones.",
     ),
 ]
+Kernels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kernel",
+        metavar="OPERATION=SPEC",
+        show_default=False,
+        help="Run an operation through a kernel of yours: FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, which takes the "
+        "reference's arguments; reference or ours: dsv4's own, taken out of fused kernels. May be given several times.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result: no progress and no summary on stderr.")]

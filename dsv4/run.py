@@ -2,13 +2,14 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from dsv4 import user_kernels
 from dsv4.causal import CausalLM
 from dsv4.chat import chat_ids, plain_ids, templated_ids
 from dsv4.config import ModelConfig
@@ -19,6 +20,7 @@ from dsv4.gqa.choice import Attention
 from dsv4.gqa.config import GQAConfig
 from dsv4.graph import captures
 from dsv4.host_tier.choice import HostMemory
+from dsv4.kernels.replacing import Replacement
 from dsv4.load import load_model
 from dsv4.loaders.files import read_json
 from dsv4.loaders.load import Inventory
@@ -156,6 +158,7 @@ class Session:
         layers: int | None = None,
         attention: Attention | None = None,
         kv_memory: HostMemory | None = None,
+        kernels: Mapping[str, Replacement] | None = None,
     ):
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
@@ -166,7 +169,9 @@ class Session:
         if layers is not None and dummy is None:
             raise InputError("--layers belongs to --dummy-weights; a checkpoint runs whole")
         if dummy is not None:
-            self.model = load_dummy(dummy, layers, attention=attention, kv_memory=kv_memory, **asdict(choices))
+            self.model = load_dummy(
+                dummy, layers, attention=attention, kv_memory=kv_memory, kernels=kernels, **asdict(choices)
+            )
             self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
             return
         self.model = load_model(
@@ -176,6 +181,7 @@ class Session:
             max_memory=parse_max_memory(max_memory),
             attention=attention,
             kv_memory=kv_memory,
+            kernels=kernels,
             **asdict(choices),
         )
         self.checkpoint = Path(checkpoint)
@@ -289,6 +295,7 @@ class Session:
             "placement": model.placement,
             "layers": model.layer_paths(),
             "dispatch": model.dispatch.rows(),
+            **({"kernels": user_kernels.documents(model)} if model.replacements else {}),
             "load": model.ledger.totals() if model.ledger else None,
             "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
         }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from dsv4 import user_kernels
 from dsv4.causal import CausalLM
 from dsv4.chat import plain_ids, templated_ids
 from dsv4.engine.batch import REWIND, BatchEngine
@@ -114,6 +115,8 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
     engine.run()
     notes = [] if options.speculate == "off" else speculation_notes(session.model, options.together)
     figures = engine.figures() | {"notes": termination_notes(session.model) + notes}
+    if session.model.replacements:
+        figures["kernels"] = user_kernels.documents(session.model)
     write({"figures": figures})
     if options.report is not None:
         name = "stdin" if file == STDIN else file.stem
@@ -196,6 +199,7 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
         "numerics": model.numerics.name,
         "backend": model.backend,
         "device": provenance.device(model.device),
+        **({"kernels": _kernels(model)} if model.replacements else {}),
         "rows": options.rows,
         "rows run": "together" if options.together else "alone",
         "speculate": options.speculate,
@@ -208,6 +212,11 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "command": shlex.join(provenance.without_paths(part) for part in provenance.called(sys.argv)),
     }
+
+
+def _kernels(model: CausalLM) -> str:
+    """The user's kernels, in words."""
+    return ", ".join(f"{a.operation} by {a.kernel} (sha256 {a.sha256})" for a in user_kernels.accounts(model))
 
 
 def _attention(reading: Attention) -> str:
