@@ -52,7 +52,7 @@ def kernels_named(bindings: Sequence[str] | None) -> dict[str, Replacement]:
 class Account:
     """What the ledger says of one replaced operation: calls through the kernel, and through anything else. unfused:
     compositions that would have computed it in a kernel of their own and were taken apart; dropped: optional arguments
-    that the kernel does not take."""
+    that the kernel does not take; idle: whether the model ran no operation at all."""
 
     operation: str
     kernel: str
@@ -61,11 +61,11 @@ class Account:
     other_calls: int
     unfused: tuple[str, ...]
     dropped: tuple[str, ...]
+    idle: bool
 
     def document(self) -> dict:
         """As JSON values."""
         return {
-            "operation": self.operation,
             "kernel": self.kernel,
             "sha256": self.sha256,
             "calls": self.calls,
@@ -84,26 +84,29 @@ class Account:
             )
         if self.calls:
             return ""
-        when = WHEN.get(self.operation, "in every step, and the model ran none")
+        if self.idle:
+            return f"kernel {self.kernel} of {self.operation} never ran in the model, which ran no step here"
+        when = WHEN.get(self.operation, "in none of the layers that ran")
         return f"kernel {self.kernel} never ran: the model calls {self.operation} {when}"
 
 
 def accounts(model: CausalLM) -> list[Account]:
     """Of every operation that a user's kernel stands for, in the order that they were given."""
     rows, found = model.dispatch.rows(), []
+    idle = not any(row["calls"] for row in rows)
     for name, kernel in model.op.replaced.items():
         holds = lambda composition: composition in COMPOSITIONS and name in COMPOSITIONS[composition].parts
         mine = [r for r in rows if (r["operation"], r["implementation"]) == (name, kernel.shown)]
         others = [r for r in rows if (r["operation"] == name or holds(r["operation"])) and r not in mine]
         calls, other = (sum(r["calls"] for r in group) for group in (mine, others))
         unfused = tuple(c for c in model.op.unfused if holds(c))
-        found.append(Account(name, kernel.shown, kernel.given.sha256, calls, other, unfused, kernel.dropped))
+        found.append(Account(name, kernel.shown, kernel.given.sha256, calls, other, unfused, kernel.dropped, idle))
     return found
 
 
-def documents(model: CausalLM) -> list[dict]:
-    """`accounts` as JSON values."""
-    return [account.document() for account in accounts(model)]
+def documents(model: CausalLM) -> dict[str, dict]:
+    """`accounts` as JSON values, by operation."""
+    return {account.operation: account.document() for account in accounts(model)}
 
 
 def before(model: CausalLM) -> list[str]:

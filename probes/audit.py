@@ -2,22 +2,26 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 
+from dsv4 import user_kernels
 from dsv4.errors import InputError
+from dsv4.kernels.replacing import Replacement
 from dsv4.numerics import NUMERICS
 from dsv4.probes.difference import difference
 from dsv4.probes.formats import json_report
 from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
 from dsv4.probes.provenance import provenance
 from dsv4.probes.report import Report, Section, write
-from dsv4.probes.result import Status, vacuous
+from dsv4.probes.result import Check, Status, vacuous
 from dsv4.probes.subject import Subject
 from dsv4.threads import limited_threads
 
+KERNELS, LEDGER = "user_kernels", "the dispatch ledger: what never ran was not audited"
 SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded dump (FILE.safetensors or dump:FILE)")
 
 
@@ -29,13 +33,17 @@ def open_subject(
     device: str = "cpu",
     cache: str = "auto",
     index_cache: str = "auto",
+    kernels: Mapping[str, Replacement] = MappingProxyType({}),
 ) -> Subject:
     """The subject of that kind; 'ours:native:reference' says numerics and backend itself.
 
-    cache, index_cache: how this project's model holds its caches (`load_model`). Raises InputError for an unknown kind
-    or format, and for a format asked of another subject; CheckpointError for a broken checkpoint.
+    cache, index_cache: how this project's model holds its caches (`load_model`). kernels: of the user's, in the place
+    of its operations. Raises InputError for an unknown kind or format, and for a format or kernel asked of another
+    subject; CheckpointError for a broken checkpoint; KernelError.
     """
     kind, _, rest = kind.partition(":")
+    if kernels and kind != "ours":
+        raise InputError(f"--kernel would change nothing of subject {kind!r}; leave it out, or audit ours")
     if (cache, index_cache) != ("auto", "auto") and kind != "ours":
         raise InputError(
             f"--cache and --index-cache would change nothing of subject {kind!r}; leave them out, or audit ours"
@@ -48,7 +56,8 @@ def open_subject(
         case "ours":
             from dsv4.probes.subjects.ours import open_ours
 
-            return open_ours(checkpoint, *parts_of(rest, numerics, backend), device, cache, index_cache)
+            parts = parts_of(rest, numerics, backend)
+            return open_ours(checkpoint, *parts, device, cache, index_cache, kernels=kernels)
         case _ if rest:
             kind = f"{kind}:{rest}"
         case "files":
@@ -123,6 +132,8 @@ def _audit(
             checks, seconds = execute(probe, subject)
         sections.append(Section(name, probe.title, checks, seconds))
         say(f"{sections[-1].status.value:8} {name:16} {len(checks):4} checks  {seconds:6.1f} s")
+    if replaced(subject):
+        sections.append(Section(KERNELS, "what ran through the user's kernels", kernel_checks(subject), 0.0))
     about = provenance(subject, command or sys.argv, {"probes": seed}, started)
     return Report(f"Audit of {subject.name}", about, sections, others)
 
@@ -149,15 +160,41 @@ def run(
     say: Callable[[str], None],
     cache: str = "auto",
     index_cache: str = "auto",
+    kernels: Mapping[str, Replacement] = MappingProxyType({}),
 ) -> int:
-    """`dsv4 audit`: the exit code (0 no findings, 1 findings, 2 nothing was measured)."""
-    subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache)
+    """`dsv4 audit`: the exit code (0 no findings, 1 findings, 2 nothing was measured). Raises KernelNotReached, after
+    the report is written, where the model never ran through a kernel of the user's."""
+    subject = open_subject(checkpoint, kind, numerics, backend, device, cache, index_cache, kernels)
+    for line in user_kernels.before(subject.model) if replaced(subject) else ():
+        say(line)
     report = audit(subject, names, budget=budget, say=say)
     said = f"ours:{numerics}" if kind == "ours" else kind
     stem = f"{checkpoint.resolve().name}_{subject_words(said).replace('-', '_', kind.startswith('ours'))}"
     ran = subject.model.backend if kind.startswith("ours") else "cpu"
     stem += "".join(f"_{form}" for form in (cache, index_cache) if form != "auto") + ("" if ran == "cpu" else f"_{ran}")
-    return publish(report, shown, stem, say)
+    stem += "".join(f"_with_{operation}" for operation in kernels)
+    code = publish(report, shown, stem, say)
+    if replaced(subject):
+        for line in user_kernels.after(subject.model):
+            say(line)
+        user_kernels.check_reached(subject.model)
+    return code
+
+
+def replaced(subject: Subject) -> bool:
+    """Whether kernels of the user's stand for operations of the subject's model."""
+    return bool(getattr(getattr(subject, "model", None), "replacements", None))
+
+
+def kernel_checks(subject: Subject) -> list[Check]:
+    """Of each operation that a user's kernel stands for: that the model ran through it, and through nothing else."""
+    found = []
+    for a in user_kernels.accounts(subject.model):
+        about = dict(part=a.operation, measured=a.calls, unit="calls", samples=a.calls)
+        note = a.missing or f"kernel {a.kernel}, sha256 {a.sha256}"
+        status = Status.ERROR if a.missing else Status.PASS
+        found.append(Check("the model ran through the user's kernel alone", status, note=note, source=LEDGER, **about))
+    return found
 
 
 def publish(report: Report, shown: Shown, stem: str, say: Callable[[str], None]) -> int:

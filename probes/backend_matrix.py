@@ -2,7 +2,7 @@
 backend_matrix.md."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -35,7 +35,8 @@ TOKENS = (1, 2, 9)  # implementations choose their way by such counts
 
 @dataclass(frozen=True)
 class BackendMatrix(Probe):
-    """What is the reference itself is listed, not compared: it would prove nothing."""
+    """What is the reference itself is listed, not compared: it would prove nothing. In the place of an operation that a
+    user's kernel stands for, that kernel is compared."""
 
     name: ClassVar[str] = "backend_matrix"
     title: ClassVar[str] = "operations of the backend equal the reference"
@@ -54,6 +55,9 @@ class BackendMatrix(Probe):
             )
         operations, compositions = subject.tables
         for name, op in operations.items():
+            if name in subject.model.op.replaced:
+                checks += self._users(subject, name, op.implementations["reference"])
+                continue
             try:
                 mine = op.resolve(backend)[0]
             except BackendUnavailable as error:
@@ -82,6 +86,12 @@ class BackendMatrix(Probe):
             parts = lambda *arguments, default=composition.default: default(reference, *arguments)
             checks += self._cases(subject, name, subject.compositions[name], parts, composition_cases)
         return checks
+
+    def _users(self, subject: Subject, name: str, reference: Callable) -> list[Check]:
+        """Of the kernel that stands for operation `name`, which the note names."""
+        kernel = subject.model.op.replaced[name]
+        found = self._cases(subject, name, kernel, reference, operation_cases)
+        return [replace(c, note="; ".join(filter(None, (f"kernel {kernel.shown}", c.note)))) for c in found]
 
     def _cases(self, subject: Subject, name: str, mine: Callable, wanted: Callable, cases: Callable) -> list[Check]:
         """Activations in fp32, and in bf16 where the subject's are."""

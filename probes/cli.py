@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from dsv4.errors import InputError
-from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, choice
+from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, Kernels, choice
 from dsv4.probes.console import file, folder
 from dsv4.terminal import errors
 
@@ -46,6 +46,7 @@ def run_audit(
     ] = "ours",
     numerics: Annotated[str, choice(NUMERICS, "Of ours and transformers.")] = "fp32",
     backend: Annotated[str, BACKEND] = "auto",
+    kernel: Kernels = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
@@ -66,12 +67,13 @@ def run_audit(
     from dsv4.probes import audit
     from dsv4.probes.formats import json_report
     from dsv4.probes.result import Status
+    from dsv4.user_kernels import kernels_named
 
     limit = None if budget is None else audit.seconds(budget)
-    names = probe or []
+    names, kernels = probe or [], kernels_named(kernel)
     shown = audit.Shown(Status[fail_on.upper()], None if baseline is None else json_report.load(baseline), out)
     raise typer.Exit(
-        audit.run(checkpoint, subject, numerics, backend, device, names, limit, shown, say, cache, index_cache)
+        audit.run(checkpoint, subject, numerics, backend, device, names, limit, shown, say, cache, index_cache, kernels)
     )
 
 

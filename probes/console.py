@@ -2,7 +2,7 @@
 line."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -68,6 +68,12 @@ def show(found: dict, as_json: bool, tables: Callable[[dict, Console], None], co
         sys.stdout.write(dumped(found))
     else:
         tables(found, wide(columns))
+
+
+def tell(lines: Iterable[str]) -> None:
+    """Lines on stderr."""
+    for line in lines:
+        errors.print(line)
 
 
 def publish(

@@ -19,6 +19,7 @@ def answer(subject, ids: torch.Tensor, schedule: list[int]) -> dict[str, torch.T
 
 
 def main() -> None:
+    from dsv4.kernels.replacing import replacements_of
     from dsv4.probes.audit import open_subject
 
     specification = json.loads(Path(sys.argv[1]).read_text())
@@ -28,7 +29,7 @@ def main() -> None:
         module, _, name = place.partition(":")
         prepared.append(getattr(importlib.import_module(module), name)(*arguments))
     checkpoint, *choices = specification["subject"]
-    subject = open_subject(Path(checkpoint), *choices)
+    subject = open_subject(Path(checkpoint), *choices, kernels=replacements_of(specification["kernels"]))
     for change in prepared:
         change(subject)
     ids = torch.tensor(specification["ids"])

@@ -22,6 +22,7 @@ from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
 from dsv4.probes.tiles import unwritten
+from dsv4.user_kernels import asked
 
 LARGEST = 2 << 30  # bytes of parameters, at effort 1, that new processes load again
 PERTURBED = {128: "0x7f", 192: "0x3f"}  # MALLOC_PERTURB_ → each byte of memory that the C library gives out
@@ -101,6 +102,7 @@ def specified(subject: Subject, ids: torch.Tensor, schedule: list[int]) -> dict:
     path = str(Path(subject.files.path).resolve())
     return dict(
         subject=[path, "ours", subject.numerics, model.backend, str(model.device), *subject.caches],
+        kernels=asked(model.replacements),
         ids=ids.tolist(),
         schedule=schedule,
         threads=torch.get_num_threads(),

@@ -256,7 +256,7 @@ class Beside:
         self.rows = HostRows(
             len(LENGTHS), c.num_key_value_heads, room, c.head_dim, model.numerics.cache, model.device, policy, slots
         )
-        self.op = bind(GQA_OPERATIONS, model.backend, DispatchLedger())
+        self.op = bind(GQA_OPERATIONS, model.backend, DispatchLedger(), replacements=model.replacements)
         self.fetches = Fetches(self.op.fetch, len(LENGTHS))
         self.op.fetch = self.fetches.run
         self.rows.keys.fill_(float("nan"))

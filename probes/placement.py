@@ -69,6 +69,7 @@ def loaded(subject: Subject, where: Mapping[str, str] | None):
         device_map=where,
         cache=main,
         index_cache=index,
+        kernels=model.replacements,
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4 import __version__
+from dsv4 import __version__, user_kernels
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import MAX_HEADER, open_checkpoint
 from dsv4.loaders.layouts import detect_layout
@@ -49,6 +49,7 @@ def provenance(subject, command: list[str], seeds: dict, started: float) -> dict
         "numerics": subject.numerics,
         "backend": _backend(subject, model),
         "dispatch": _dispatch(subject, model),
+        **({"kernels": user_kernels.documents(model)} if getattr(model, "replacements", None) else {}),
         "seeds": dict(seeds),
         "command": command_line(command),
         "date": date(started),

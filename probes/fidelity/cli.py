@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError
-from dsv4.options import choice
+from dsv4.options import Kernels, choice
 from dsv4.probes.console import (
     Backend,
     Device,
@@ -24,6 +24,7 @@ from dsv4.probes.console import (
     publish,
     report_in,
     show,
+    tell,
 )
 
 Number = int | None
@@ -57,6 +58,7 @@ def fidelity(
     text: Text = None,
     numerics: Numerics = "native",
     backend: Backend = "auto",
+    kernel: Kernels = None,
     device: Device = "cpu",
     seed: Seed = 0,
     out: Annotated[Path | None, report_in("fidelity_NAME_FAMILY")] = None,
@@ -64,6 +66,7 @@ def fidelity(
 ):
     """What reading sparsely changes: each policy, or k of CSA, held against the model reading everything. Exit code 0:
     measured."""
+    from dsv4 import user_kernels
     from dsv4.probes.fidelity import document, markdown, plots, tables
     from dsv4.probes.fidelity.settings import settle, variants_of
     from dsv4.probes.formats.json_report import dumped
@@ -74,7 +77,8 @@ def fidelity(
 
     ks, budgets, contexts = (counts(*pair) for pair in (("--topk", topk), ("--budget", budget), ("--context", context)))
     errors.print(f"loading {checkpoint.name}")
-    subject = document.ModelSubject(checkpoint, numerics, backend, device)
+    subject = document.ModelSubject(checkpoint, numerics, backend, device, user_kernels.kernels_named(kernel))
+    tell(user_kernels.before(subject.model))
     settings = settle(
         subject.model, effort, contexts, seed, rows=rows, tail=tail, new=new_tokens, needles=needles, queries=queries
     )
@@ -94,6 +98,8 @@ def fidelity(
         lambda files: markdown.render(found, files),
         lambda: dumped(found),
     )
+    tell(user_kernels.after(subject.model))
+    user_kernels.check_reached(subject.model)
 
 
 def names(text: str | None) -> list[str] | None:

@@ -1,6 +1,7 @@
 """The measurement as strict JSON, described by probes/schema/fidelity-1.json."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +38,13 @@ class ModelSubject(Subject):
 
     can = frozenset({"run", "kernels"})
 
-    def __init__(self, checkpoint: Path, numerics: str, backend: str, device: str):
-        self.model: CausalLM = load_model(checkpoint, numerics=numerics, backend=backend, device=device)
+    def __init__(self, checkpoint: Path, numerics: str, backend: str, device: str, kernels: Mapping | None = None):
+        self.model: CausalLM = load_model(
+            checkpoint, numerics=numerics, backend=backend, device=device, kernels=kernels
+        )
         self.files, self.config, self.numerics = self.model.inventory, self.model.config, numerics
-        self.name = f"ours, {numerics}, backend {self.model.backend}, {device}"
+        said = "".join(f", {operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items())
+        self.name = f"ours, {numerics}{said}, backend {self.model.backend}, {device}"
         self.provenance = {
             "path": str(checkpoint),
             "backend": self.model.backend,

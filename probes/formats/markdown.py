@@ -19,7 +19,10 @@ MOST = 59_000  # characters of a summary; a comment on GitHub may have 65,536
 MOST_BASELINE = 15_000  # of the differences to a baseline
 MOST_NOTE = 300  # of one note
 MOST_PLACES = 6  # named of a finding that many places share
-KEYS = ("subject", "checkpoint", "recorded", "commit", "dirty", "device", "versions", "numerics", "backend", "date")
+KEYS = (
+    *("subject", "checkpoint", "recorded", "commit", "dirty", "device", "versions", "numerics", "backend"),
+    *("kernels", "date"),
+)
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is only an underscore
 
 

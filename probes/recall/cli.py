@@ -1,14 +1,28 @@
 """`dsv4 recall`: the command line of the measurement."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dsv4.errors import InputError
-from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, choice
-from dsv4.probes.console import Json, Seed, Text, Word, counts, option, progress, publish, refuse_idle, report_in, show
+from dsv4.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, Kernels, choice
+from dsv4.probes.console import (
+    Json,
+    Seed,
+    Text,
+    Word,
+    counts,
+    option,
+    progress,
+    publish,
+    refuse_idle,
+    report_in,
+    show,
+    tell,
+)
 
 STEM = "recall"
 INSTEAD = "leave it out, or use --subject ours"
@@ -34,6 +48,7 @@ def recall(
     ] = None,
     numerics: Annotated[Word, choice(NUMERICS, "Of ours; default: native.", show_default=False)] = None,
     backend: Annotated[Word, choice(BACKENDS, "Of ours; default: auto.", show_default=False)] = None,
+    kernel: Kernels = None,
     device: Annotated[Word, option("cpu (default), cuda or cuda:N.")] = None,
     cache: Annotated[
         Word, choice(CACHES, "How window rows and entries are held (fp8: with qat); default: auto.", show_default=False)
@@ -59,6 +74,7 @@ def recall(
 ):
     """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could
     not."""
+    from dsv4 import user_kernels
     from dsv4.probes.formats.json_report import dumped
     from dsv4.probes.recall import document, markdown, plots, tables
     from dsv4.probes.recall.settings import settle
@@ -74,10 +90,12 @@ def recall(
             "--device": device,
             "--cache": cache,
             "--index-cache": index_cache,
+            "--kernel": kernel,
         },
         INSTEAD,
     )
     refuse_idle(dump is None, {"--text": text}, INSTEAD)
+    kernels = user_kernels.kernels_named(kernel)
     stored = FilesSubject(checkpoint)
     if stored.family == "gqa":
         raise InputError(
@@ -102,23 +120,28 @@ def recall(
             device or "cpu",
             cache or "auto",
             index_cache or "auto",
+            kernels=kernels,
         )
+        tell(user_kernels.before(opened.model) if kernels else ())
         with limited_threads(config.hidden_size):
             found = document.measured(opened, settings, material, sys.argv, say, advance)
     if not plots.available():
         found["notes"].append(plots.MISSING)
     show(found, as_json, tables.show, 120)
     publish(out, STEM, lambda: plots.draw(found), lambda files: markdown.render(found, files), lambda: dumped(found))
+    if kernels:
+        tell(user_kernels.after(opened.model))
+        user_kernels.check_reached(opened.model)
     raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
 
 
-def _opened(checkpoint: Path, kind: str, *choices: str):
+def _opened(checkpoint: Path, kind: str, *choices: str, kernels: Mapping):
     """choices: numerics, backend, device, cache, index cache of ours."""
     from dsv4.probes.audit import open_subject
 
     if kind not in ("ours", "transformers"):
         raise InputError(f"--subject is {kind!r}; expected ours or transformers (recorded runs: --dump FILE)")
-    return open_subject(checkpoint, kind, *choices)
+    return open_subject(checkpoint, kind, *choices, kernels=kernels)
 
 
 def _recorded(dump: Path, checkpoint: Path):

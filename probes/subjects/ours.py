@@ -1,9 +1,10 @@
 """This project's model, observed from outside: by hooks on its modules and by reading its cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +15,7 @@ from dsv4.kernels.errors import BackendUnavailable
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, to_float
+from dsv4.kernels.replacing import Replacement
 from dsv4.linear import Matrix
 from dsv4.load import load_model, pieces_of
 from dsv4.loaders.config_files import family_of
@@ -38,8 +40,9 @@ class OurSubject(Subject):
     and selection). `model` may be changed by a caller who plants a fault. Captures of index_scores add calls to the
     model's dispatch ledger where the indexer itself had nothing to score.
 
-    caches: formats of the main cache and of the index keys, as asked for. Raises InputError for packed ones in numerics
-    that do not round as they do: what differs from the oracle would be the format, not a fault.
+    kernels: of the user's, in the place of operations. caches: formats of the main cache and of the index keys, as
+    asked for. Raises InputError for packed ones in numerics that do not round as they do: what differs from the oracle
+    would be the format, not a fault.
     """
 
     can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "pages", "drafts", "kernels"})
@@ -53,6 +56,7 @@ class OurSubject(Subject):
         device: str = "cpu",
         cache: str = "auto",
         index_cache: str = "auto",
+        kernels: Mapping[str, Replacement] = MappingProxyType({}),
     ):
         if self.family != "gqa" and numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
             raise InputError(
@@ -67,9 +71,16 @@ class OurSubject(Subject):
             (cache, index_cache),
         )
         self.model: Model = load_model(
-            path, numerics=numerics, backend=backend, device=device, cache=cache, index_cache=index_cache
+            path,
+            numerics=numerics,
+            backend=backend,
+            device=device,
+            cache=cache,
+            index_cache=index_cache,
+            kernels=kernels,
         )
         said = [f"{form} {what}" for form, what in ((cache, "cache"), (index_cache, "index cache")) if form != "auto"]
+        said += [f"{operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items()]
         self.name = ", ".join(("ours", numerics, *said, f"backend {self.model.backend}", device))
         self.provenance = stored.provenance | {
             "backend": self.model.backend,
@@ -82,26 +93,27 @@ class OurSubject(Subject):
 
     @property
     def operations(self) -> dict:
-        """Operation name → the implementation that this subject's backend runs, given and giving tensors of the host.
+        """Operation name → what this subject's model runs for it, given and giving tensors of the host: the user's
+        kernel, where there is one, or its backend's implementation.
 
         An operation that the backend lacks is not among them.
         """
-        found = {}
+        found, mine = {}, self.model.op.replaced
         for name, op in self.tables[0].items():
             try:
-                found[name] = there(op.resolve(self.model.backend)[0], self.model.device)
+                found[name] = there(mine.get(name) or op.resolve(self.model.backend)[0], self.model.device)
             except BackendUnavailable:
                 continue
         return found
 
     @property
     def compositions(self) -> dict:
-        """Composition name → what this subject's backend runs as one; those that it runs by parts are not among
-        them."""
+        """Composition name → what this subject's backend runs as one; those that it runs by parts, or that are taken
+        apart for a user's kernel, are not among them."""
         return {
             name: c.implementations[self.model.backend]
             for name, c in self.tables[1].items()
-            if self.model.backend in c.implementations
+            if self.model.backend in c.implementations and name not in self.model.op.unfused
         }
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
@@ -211,14 +223,16 @@ class OurSubject(Subject):
         }
 
 
-def open_ours(path: str | Path, *choices: str) -> OurSubject:
-    """The subject of the family that config.json is of; choices as `OurSubject` takes them."""
+def open_ours(path: str | Path, *choices: str, kernels: Mapping[str, Replacement] = MappingProxyType({})) -> OurSubject:
+    """The subject of the family that config.json is of; choices and kernels as `OurSubject` takes them."""
     from dsv4.probes.subjects.gqa import OurGQASubject
 
     raw = read_json(Path(path) / "config.json")
     if "training" in choices:
+        if kernels:
+            raise InputError("--kernel was given for the training backend, whose operations are differentiable")
         return _open_training(path, family_of(raw), *choices)
-    return (OurGQASubject if family_of(raw) == "gqa" else OurSubject)(path, *choices)
+    return (OurGQASubject if family_of(raw) == "gqa" else OurSubject)(path, *choices, kernels=kernels)
 
 
 def _open_training(path: str | Path, family: str, *choices: str) -> OurSubject:
