@@ -152,6 +152,15 @@ def test_the_library_page_runs(monkeypatch, capsys):
     assert "linear" in capsys.readouterr().out
 
 
+def test_the_kernel_of_the_run_page_runs(command_line, tmp_path):
+    (code,) = re.findall(r"^```python\n(# kernels\.py\n.*?)^```", (ROOT / "docs" / "run.md").read_text(), re.M | re.S)
+    (tmp_path / "kernels.py").write_text(code)
+    asked = ("generate", ROOT / "demo", "--token-ids", "5,6,7", "--max-new-tokens", "3", "--numerics", "fp32", "--json")
+    code, out, err = command_line(*asked, "--kernel", f"rms_norm={tmp_path / 'kernels.py'}:rms_norm")
+    assert code == 0 and err.endswith("through kernels.py:rms_norm, and through nothing else\n")
+    assert json.loads(out)["token_ids"] == json.loads(command_line(*asked)[1])["token_ids"]
+
+
 def test_the_regime_page_runs(command_line, tmp_path):
     (line,) = [line for path, line in EVERY if line.startswith("dsv4 regime map")]
     words = [str(ROOT / word) if word.startswith("audits/") else word for word in shlex.split(line)[1:]]
