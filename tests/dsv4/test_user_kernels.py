@@ -301,20 +301,18 @@ def test_recall_and_fidelity_put_it_into_their_documents(command_line, demo, fil
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("operation", ["sparse_attention", "rotate", "experts", "linear", "mhc_post", "write_rows"])
+@pytest.mark.parametrize("operation", ["sparse_attention", "rotate", "experts", "linear", "mhc_post"])
 def test_fused_kernels_taken_apart_give_the_same_on_a_gpu(official, operation):
     """The reference in one operation's place, its fused kernels apart, beside the triton backend's own: prefill, and
     steps that are not captured."""
     ids, found = IDS.repeat(1, 3), []
     for kernels in ({}, {operation: "reference"}):
-        model = load_model(
-            official, numerics="qat:fp32", device="cuda", cache="fp8", index_cache="fp4", mtp=False, kernels=kernels
-        )
+        model = load_model(official, numerics="fp32", device="cuda", mtp=False, kernels=kernels)
         cache = model.new_cache(1, 200)
         parts = [model.append(ids[:, :170], cache)]
         step = DecodeGraph(model, cache)
         parts += [step.step(ids[:, t : t + 1]).clone() for t in range(170, 178)]
         assert (step.graph is None) == bool(kernels)
         found.append(torch.cat(parts, 1))
-        user_kernels.check_reached(model)
-    assert (found[0] - found[1]).abs().max() < 2e-2
+        user_kernels.check_reached(model)  # without one there is nothing to reach
+    assert (found[0] - found[1]).abs().max() < 2e-4
