@@ -49,7 +49,7 @@ def provenance(subject, command: list[str], seeds: dict, started: float) -> dict
         "numerics": subject.numerics,
         "backend": _backend(subject, model),
         "dispatch": _dispatch(subject, model),
-        **({"kernels": user_kernels.documents(model)} if getattr(model, "replacements", None) else {}),
+        **({"kernels": user_kernels.documents(model)} if model is not None and _replaces(model) else {}),
         "seeds": dict(seeds),
         "command": command_line(command),
         "date": date(started),
@@ -155,6 +155,11 @@ def _layout(path: Path, inventory) -> str:
 
 def _backend(subject, model) -> str | None:
     return getattr(subject, "backend", None) or getattr(model, "backend", None)
+
+
+def _replaces(model) -> bool:
+    """Whether kernels of the user's stand for operations of the model."""
+    return bool(getattr(model, "replacements", None))
 
 
 def _dispatch(subject, model) -> list[dict]:
