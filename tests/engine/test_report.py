@@ -216,7 +216,9 @@ def test_where_rounding_may_choose_otherwise_it_is_said(command_line, requests, 
 
     def of(numerics: str, backend: str, device: str = "cpu", together: bool = False) -> list[str]:
         return speculation_notes(
-            SimpleNamespace(numerics=SimpleNamespace(name=numerics), backend=backend, device=torch.device(device)),
+            SimpleNamespace(
+                numerics=SimpleNamespace(name=numerics), backend=backend, replacements={}, device=torch.device(device)
+            ),
             together,
         )
 
