@@ -3,19 +3,25 @@ backend_matrix.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
 from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.dispatch import DispatchLedger, bind
+from dsv4.kernels.drawing import Draw
 from dsv4.kernels.errors import BackendUnavailable
 from dsv4.kernels.staging import SlotTable
 from dsv4.numerics import Numerics
 from dsv4.probes.case_inputs import Case, Inputs
 from dsv4.probes.compile_ahead import compile_ahead
 from dsv4.probes.composition_cases import composition_cases
-from dsv4.probes.operation_cases import operation_cases
+from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
+from dsv4.probes.kernel_audit.harness import taken
+from dsv4.probes.kernel_audit.scene import LIMIT
+from dsv4.probes.operation_cases import BY_CONTRACT, operation_cases
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subject import Subject
@@ -95,6 +101,8 @@ class BackendMatrix(Probe):
 
     def _cases(self, subject: Subject, name: str, mine: Callable, wanted: Callable, cases: Callable) -> list[Check]:
         """Activations in fp32, and in bf16 where the subject's are."""
+        if name in BY_CONTRACT and subject.family != "gqa":
+            return self._by_contract(subject, name, mine)
         found = []
         for dtype in dtypes_of(subject.model.numerics):
             for tokens in TOKENS:
@@ -109,6 +117,40 @@ class BackendMatrix(Probe):
                 )
             ]
         return found or [Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")]
+
+    def _by_contract(self, subject: Subject, name: str, mine: Callable) -> list[Check]:
+        """Every case of the contract against fp64, as `dsv4 kernel audit` judges it."""
+        count = taken(mine, contract_of(name), False)
+        return [
+            judged(name, mine, truth, dtype, count, subject.model.device)
+            for dtype in dtypes_of(subject.model.numerics)
+            if dtype in contract_of(name).dtypes
+            for truth in truths(name, subject.config, dtype, self.seed)
+        ]
+
+
+@lru_cache(maxsize=16)
+def truths(name: str, config, dtype: torch.dtype, seed: int) -> list[Truth]:
+    """Every case of a contract at a model's widths, with its results in fp64 and of an honest kernel."""
+    contract = contract_of(name)
+    return [truth_of(contract, case, contract.default(dtype)) for case in contract.cases(config, Draw(seed, dtype))]
+
+
+def judged(name: str, mine: Callable, truth: Truth, dtype: torch.dtype, count: int, device: torch.device) -> Check:
+    """One call on `device`, of the first `count` arguments, against fp64."""
+    where = f"{truth.case.family}, {truth.case.label}, {str(dtype).removeprefix('torch.')}"
+    try:
+        found = results(mine, Case(where, list(truth.case.arguments[:count]), truth.contract.written), device)
+    except Exception as error:  # an implementation under audit may raise anything
+        note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return Check("the operation takes these inputs", Status.ERROR, where, name, note=note)
+    verdict = truth.judge(found)
+    if verdict.what == "shape and dtype":
+        return compare(
+            f"{name}: dtypes and shapes", verdict.place, "==", "the contract's", "", 1, where=where, part=name
+        )
+    about = dict(where=where, part=name, unit="× limit", found=verdict.place if verdict.ratio > 1 else "")
+    return compare(f"{name} against fp64", float(f"{verdict.ratio:.3g}"), "<=", 1.0, LIMIT, 1, **about)
 
 
 def dtypes_of(numerics: Numerics) -> tuple[torch.dtype, ...]:

@@ -31,7 +31,7 @@ class Inputs:
     """Random inputs for N tokens; activations in `dtype`."""
 
     def __init__(self, config: ModelConfig, N: int, dtype: torch.dtype, seed: int):
-        self.config, self.N, self.dtype = config, N, dtype
+        self.config, self.N, self.dtype, self.seed = config, N, dtype, seed
         self.g = torch.Generator().manual_seed(seed + N)
         self.label = f"{N} tokens" + ("" if dtype is torch.float32 else f", {str(dtype).removeprefix('torch.')}")
 

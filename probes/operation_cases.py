@@ -3,19 +3,26 @@
 import torch
 
 from dsv4.gqa.config import GQAConfig
+from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.drawing import Draw
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.probes.case_inputs import Case, Inputs, cases_of, of_codes, simulations
 from dsv4.probes.format_decode import awkward
 from dsv4.probes.gqa.operation_cases import gqa_cases
-from dsv4.probes.layouts import PAGE, fp8_rows
+from dsv4.probes.layouts import PAGE
 from dsv4.probes.packed_rows import formats_of, rows_of
 
+# held against fp64 by the limits of their contracts, with inputs that make faults stand out
+BY_CONTRACT = ("hca_attention", "index_scores", "sparse_attention", "topk_entries")
 MAIN_BLOCK, ACTIVATION_BLOCK, KEY_BLOCK = 64, 128, 32  # columns of one scale in the quantisation simulation
 
 
 def operation_cases(name: str, i: Inputs) -> list[Case]:
     """Cases of the operation called `name`; none if it is unknown here. Those of GQA models are in
-    `dsv4.probes.gqa.operation_cases`."""
+    `dsv4.probes.gqa.operation_cases`. Those of `BY_CONTRACT` are the contract's, whatever the number of tokens."""
+    if name in BY_CONTRACT and not isinstance(i.config, GQAConfig):
+        cases = contract_of(name).cases(i.config, Draw(i.seed, i.dtype))
+        return [Case(f"{case.family}, {case.label}", list(case.arguments)) for case in cases]
     return gqa_cases(name, i) if isinstance(i.config, GQAConfig) else cases_of(globals().get(f"_{name}"), i)
 
 
@@ -189,57 +196,3 @@ def _gated_pool(i: Inputs):
         gate[0, :-1] = float("-inf")
         found.append((f"ratio {ratio}", [kv, gate]))
     return found
-
-
-def _index_scores(i: Inputs):
-    c, n = i.config, 100
-    shape, visible = (1, i.N, c.index_n_heads, c.index_head_dim), torch.arange(n - i.N, n).view(1, i.N) + 1
-    found = [("", [i.act(*shape), i.rand(*shape[:3]), i.act(1, n, shape[-1]), visible])]
-    for form in formats_of(c)[1:]:
-        keys = i.packed(form, 2, count=n)
-        both = torch.cat((visible, visible - 31))
-        found.append((f"{form.kind}, two rows", [i.act(2, *shape[1:]), i.rand(2, *shape[1:3]), keys, both]))
-    return found
-
-
-def _topk_entries(i: Inputs):
-    k = i.config.index_topk
-    return [(f"{m} entries", [i.rand(1, i.N, m), k]) for m in (k - 1, 8 * k)]
-
-
-def _sparse_attention(i: Inputs):
-    c = i.config
-    H, D, W = c.num_attention_heads, c.head_dim, c.sliding_window
-    near, far, tail = i.below(50, i.N, W), i.below(90, i.N, 17), [i.rand(H), D**-0.5]
-    pools = {"": (i.act(50, D), i.act(90, D))}
-    form = fp8_rows(D, c.qk_rope_head_dim)
-    pools["packed"] = i.packed(form, count=50), i.packed(form, count=90)
-    found = []
-    for how, (window, entries) in pools.items():
-        for full in (False, True):
-            some = near if full else torch.where(i.below(4, *near.shape) == 0, -1, near)
-            found.append(
-                (
-                    ", ".join(filter(None, (how, f"complete={full}"))),
-                    [i.act(i.N, H, D), window, some, entries, far, *tail, full],
-                )
-            )
-    return [*found, ("window only", [i.act(i.N, H, D), pools[""][0], near, None, None, *tail, True])]
-
-
-def _hca_attention(i: Inputs):
-    """One row, and two rows of longer buffers, whose strides must not be ignored."""
-    c = i.config
-    H, D, W = c.num_attention_heads, c.head_dim, c.sliding_window
-    near, tail, form = i.below(50, i.N, W), [i.rand(H), D**-0.5], fp8_rows(c.head_dim, c.qk_rope_head_dim)
-    seen = torch.full((1, i.N), 33)
-    fewer = torch.stack((seen[0], torch.linspace(0, 33, i.N).long()))
-    one = [i.act(1, i.N, H, D), i.act(50, D), near, i.act(1, 33, D), seen, *tail]
-    two = [i.act(2, i.N, H, D), i.act(50, D), near.repeat(2, 1), i.act(2, 90, D)[:, :33], seen.repeat(2, 1), *tail]
-    longer = i.packed(form, 2, count=90)._replace(count=33)
-    packed = [i.act(2, i.N, H, D), i.packed(form, count=50), near.repeat(2, 1), longer, fewer, *tail]
-    return [
-        *((f"complete={full}", [*one, full]) for full in (False, True)),
-        ("two rows of longer buffers", [*two, True]),
-        ("packed, two rows of longer buffers", [*packed, False]),
-    ]

@@ -4,6 +4,7 @@ import torch
 
 from dsv4.kernels.attention.contract import unseen
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK
 from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work, doubles
 from dsv4.kernels.indexer import reference
 
@@ -31,7 +32,8 @@ def rounded_scores(q, weights, keys, visible) -> torch.Tensor:
 
 def score_cases(w, draw):
     """Plain keys in every family, packed ones in both formats, drafts of each length up to eight."""
-    for form in (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4):
+    forms = (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4)
+    for form in forms if w.index_head_dim % KEY_BLOCK == 0 else forms[:2]:
         for family in FAMILIES:
             if family != "coded" or form is None:
                 yield _score_case(family, form, 4, 2, w, draw)

@@ -49,7 +49,9 @@ def _distance(plant, truth: Truth, results: list[torch.Tensor]) -> float | None:
     errors = [_error(r, m) for r, m in zip(results, made)]
     own = [_error(r, e) for r, e in zip(results, truth.exact)]
     near = max(errors)
-    if near <= NEARER * max(own) and (near <= NEAR or replace(truth, exact=made, honest=made).judge(results).ratio <= 1):
+    if near <= NEARER * max(own) and (
+        near <= NEAR or replace(truth, exact=made, honest=made).judge(results).ratio <= 1
+    ):
         return near
     return None
 
