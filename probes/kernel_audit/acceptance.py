@@ -202,12 +202,12 @@ def truth_of(contract: Contract, case: Case, accuracy: str) -> Truth:
     exact = listed(contract.exact(*own()))
     arguments = own()
     returned = listed(contract.classes[accuracy](*arguments))
-    honest = iter(returned)
-    places = [o.argument for o in contract.outputs]
-    complete = len(returned) == len(places)
-    honest = [next(honest) if complete or place is None else listed(arguments[place])[0] for place in places]
-    honest = [_typed(h, o) for h, o in zip(honest, contract.outputs)]
-    return Truth(contract, case, accuracy, exact, tuple(honest))
+    rest, complete = iter(returned), len(returned) == len(contract.outputs)
+    honest = tuple(
+        _typed(next(rest) if complete or o.argument is None else listed(arguments[o.argument])[0], o)
+        for o in contract.outputs
+    )
+    return Truth(contract, case, accuracy, exact, honest)
 
 
 def _typed(value: torch.Tensor, output: Output) -> torch.Tensor:
@@ -236,7 +236,8 @@ def canaries(truth: Truth, other: Truth | None) -> Iterator[tuple[str, Judgement
         for t in shaped
     ]
     yield of("echo", None if any(e is None for e in echo) else echo, "no argument has the result's shape and dtype")
-    alike = other is not None and [t.shape for t in other.honest] == [t.shape for t in shaped]
+    other = other or truth
+    alike = [t.shape for t in other.honest] == [t.shape for t in shaped]
     alike = alike and not all(torch.equal(_ordered(a), _ordered(b)) for a, b in zip(other.exact, truth.exact))
     why = "results of other inputs have other shapes, or are the same"
     yield of("other inputs", list(other.honest) if alike else None, why)

@@ -108,8 +108,9 @@ def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: i
     first = next((i for i, s in enumerate(ready) if s.kernel == specs[0].kernel), None)
     times = []
     for spec in specs:
-        if why.get(spec.kernel):
-            times.append(Time(spec.kernel, why[spec.kernel]))
+        reason = why.get(spec.kernel)
+        if reason:
+            times.append(Time(spec.kernel, reason))
         else:
             times.append(_time(found, [s.kernel for s in ready].index(spec.kernel), first, spec, floor))
     return Row(case.label, work.bytes, work.flops, work.formula, floor, found["empty"], times)
@@ -145,4 +146,5 @@ def ratio_of(base: list[float], other: list[float]) -> tuple[float, float, float
     pairs = [a / b for a, b in zip(base, other)]
     draw = random.Random(0)
     spread = sorted(median(draw.choices(pairs, k=len(pairs))) for _ in range(BOOTSTRAPS))
-    return tuple(round(x, 3) for x in (median(pairs), spread[int(0.025 * BOOTSTRAPS)], spread[int(0.975 * BOOTSTRAPS)]))
+    low, high = spread[int(0.025 * BOOTSTRAPS)], spread[int(0.975 * BOOTSTRAPS)]
+    return round(median(pairs), 3), round(low, 3), round(high, 3)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -31,9 +31,6 @@ class Harness:
     """One kernel on one device."""
 
     spec: SubjectSpec
-    function: Callable = None
-    contract: Contract = None
-    honest_clocks: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.honest_clocks = clocks()
@@ -47,7 +44,7 @@ class Harness:
         """Copies of the arguments on the device, each tensor in memory of its own and with its strides."""
         return tuple(rebuilt(a, lambda t: own(t, self.device)) for a in arguments)
 
-    def call(self, arguments: tuple, templates: Templates = (), fill: int = 0xFF) -> list[torch.Tensor]:
+    def call(self, arguments: tuple, templates: Templates | tuple = (), fill: int = 0xFF) -> list[torch.Tensor]:
         """Results in the order of the contract, on the device. Raises SubjectFailed."""
         arguments = arguments[: self.count]
         try:

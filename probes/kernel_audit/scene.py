@@ -1,8 +1,10 @@
 """What the clauses of an audit share: the contract's cases with their truths, the subject's process, the clock."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -29,7 +31,7 @@ class Scene:
     dtypes: tuple[torch.dtype, ...]
     deadline: float = float("inf")
     repeats: int = 20
-    takes: object = None
+    takes: Callable | None = None
     truths: list[Truth] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     judged: dict[int, Judgement] = field(default_factory=dict)
@@ -54,7 +56,7 @@ class Scene:
     @cached_property
     def others(self) -> dict[int, Truth]:
         """For each case the same case of another seed, by its number; made when a clause asks."""
-        found = {}
+        found: dict[int, Truth] = {}
         for dtype in self.dtypes:
             cases = self.contract.cases(self.widths, Draw(self.seed + 1, dtype))
             kept = [i for i, t in enumerate(self.truths) if activation_of(t) is dtype]
@@ -110,9 +112,12 @@ def activation_of(truth: Truth) -> torch.dtype:
 def check(clause: str, statement: str, where: str, judgement: Judgement, **about) -> Check:
     """PASS or FAIL of a judgement."""
     status = Status.PASS if judgement.ratio <= 1 else Status.FAIL
-    about = dict(measured=_short(judgement.ratio), relation="<=", threshold=1.0, unit="× limit", source=LIMIT) | about
+    measured = dict(measured=_short(judgement.ratio), relation="<=", threshold=1.0, unit="× limit", source=LIMIT)
+    fields: dict[str, Any] = measured | about
     note = judgement.what if status is Status.FAIL else ""
-    return Check(statement, status, where, clause, samples=1, note=note, found=judgement.place if note else "", **about)
+    return Check(
+        statement, status, where, clause, samples=1, note=note, found=judgement.place if note else "", **fields
+    )
 
 
 def _short(x: float) -> float:

@@ -70,7 +70,8 @@ class Worker:
 
     def __init__(self, spec: SubjectSpec, limit: float = 60.0, threads: int = 1):
         self.spec, self.limit, self.threads = spec, limit, threads
-        self.deaths, self.asked, self.process = 0, 0, None
+        self.deaths, self.asked = 0, 0
+        self.process: multiprocessing.process.BaseProcess | None = None
 
     def __enter__(self):
         return self
