@@ -189,6 +189,31 @@ def record_audit(
     raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say, cache, index_cache))
 
 
+@audit_app.command("import")
+def import_audit(
+    engine: Annotated[str, typer.Argument(help="Whose files: sglang or vllm.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder that the engine dumped one run to.", show_default=False)],
+    config: Annotated[Path, typer.Option(help="Checkpoint directory, or its config.json.", show_default=False)],
+    out: Annotated[Path, typer.Option(help="The file: NAME.safetensors.", show_default=False, callback=file)],
+    ids: Annotated[
+        Path | None, typer.Option(help="Token ids of the run, a JSON list; default: the last run of the dump.")
+    ] = None,
+    rename: Annotated[Path | None, typer.Option(help="TOML table of the engine's names and capture points.")] = None,
+    numerics: Annotated[
+        str | None, typer.Option(help="How its numbers are held, e.g. bf16, qat; default: by the dumped dtypes.")
+    ] = None,
+    account: Annotated[
+        Path | None, typer.Option(help="Write what became of each file here, as JSON.", callback=file)
+    ] = None,
+):
+    """Make a recorded run of an engine's dump: ranks are joined, steps put in a row, every file is accounted for."""
+    from dsv4.probes.engine_dumps import command
+
+    if engine not in command.ENGINES:
+        raise InputError(f"engine {engine!r} is unknown; expected one of {', '.join(command.ENGINES)}")
+    raise typer.Exit(command.run(engine, folder, config, ids, rename, out, numerics, account, say))
+
+
 @audit_app.command("diff")
 def diff_audits(
     old: Annotated[Path, typer.Argument(help="JSON report of before.", show_default=False)],

@@ -14,7 +14,7 @@ from dsv4.errors import InputError
 from dsv4.loaders.errors import WriteError
 from dsv4.probes.audit import open_subject
 from dsv4.probes.provenance import checkpoint_path, commit, without_paths
-from dsv4.probes.subject import POINTS, Subject
+from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import write_dump
 
 
@@ -56,6 +56,11 @@ def record(subject: Subject, ids, points: list[str], out: Path) -> tuple[Path, i
         "subject": without_paths(dict(subject.provenance)),
         **commit(),
     }
+    return write_whole(capture, ids, out, about)
+
+
+def write_whole(capture: Capture, ids, out: Path, about: dict) -> tuple[Path, int]:
+    """(file, bytes) of `write_dump`. The file appears whole or not at all. Raises WriteError."""
     partial = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -150,7 +150,7 @@ class DumpSubject(Subject):
     can = frozenset({"recorded"})
 
     def __init__(self, file: str | Path, config_path: str | Path):
-        self.file, self.config = Path(file), _config(Path(config_path))
+        self.file, self.config = Path(file), config_of(Path(config_path))
         if Path(config_path).is_dir():  # the weights that it ran with, for the oracle
             self.files, self.can = FilesSubject(config_path).files, frozenset({"recorded", "files"})
         about = self._read_headers()
@@ -242,5 +242,6 @@ class DumpSubject(Subject):
         return value.float() if value.is_floating_point() else value.long()
 
 
-def _config(path: Path) -> ModelConfig:
+def config_of(path: Path) -> ModelConfig:
+    """Of a checkpoint directory, or of a config.json in any form that loads."""
     return ModelConfig.from_official(read_config(path)[0] if path.is_dir() else to_official(read_json(path))[0])

@@ -1,0 +1,259 @@
+"""Files that SGLang's dumper wrote, and runs in its layout: what is imported, what is refused and why."""
+
+import json
+import re
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.probes.result import Status, worst
+from dsv4.probes.subjects.dump import DumpSubject
+from tests import checkpoints
+from tests.probes.engine_dumps.written import as_sglang, sglang_file
+
+SAMPLES = Path(__file__).parent / "sglang_samples.tar.xz"
+TOY = dict(num_hidden_layers=2, compress_ratios=[0, 4, 0], hidden_size=16, num_attention_heads=4, head_dim=4)
+POSITIONS = torch.arange(9)
+NUMBER = {"attn_in": 1, "q_after_rope": 2, "attn_out": 3, "ffn_out": 4, "streams": 5}
+SHAPE = {"attn_in": (16,), "q_after_rope": (4, 4), "attn_out": (16,), "ffn_out": (16,), "streams": (2, 16)}
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    with tarfile.open(SAMPLES) as archive:
+        archive.extractall(folder, filter="data")
+    config = checkpoints.SMALL | TOY | dict(hc_mult=2, qk_rope_head_dim=2, num_hash_layers=0)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def formula(layer: int, point: str) -> torch.Tensor:
+    """What the toy model has at a point, [1, 9, …]."""
+    n = torch.Size(SHAPE[point]).numel()
+    value = (layer * 7 + NUMBER[point] * 3 + POSITIONS.unsqueeze(1) * 13 + torch.arange(n) * 5) % 61 / 8
+    return value.view(1, 9, *SHAPE[point])
+
+
+@pytest.mark.parametrize(
+    "version, points",
+    [
+        ("0.5.5", ["q_after_rope"]),
+        ("0.5.9", ["q_after_rope"]),
+        ("0.5.10.post1", list(NUMBER)),
+        ("0.5.12", list(NUMBER)),
+        ("0.5.23", list(NUMBER)),
+        ("0.5.23-hook", ["attn_in", "attn_out"]),
+    ],
+)
+def test_what_the_dumper_wrote_is_what_the_model_had(run, samples, tmp_path, version, points):
+    out = tmp_path / "run.safetensors"
+    code, said = run("import", "sglang", samples / version, "--config", samples / "config.json", "--out", out)
+    assert code == 0, said
+    found = DumpSubject(out, samples / "config.json")
+    assert torch.equal(found.ids[0], (POSITIONS * 3 + 1) % 64) and found.schedule == (5, 3, 1)
+    assert found.numerics == "bf16" and found.recorded() == dict.fromkeys(points, (0, 1))
+    for layer in (0, 1):
+        assert all(torch.equal(value, formula(layer, point)) for point, value in found.layer(layer).items())
+
+
+SUM = '[names]\nrouted_out = "ffn_out"\n"non_intrusive__model.layers.{layer}.mlp.output" = false\n'
+
+
+def test_partial_sums_that_the_dumper_wrote_are_summed(run, samples, tmp_path):
+    out, table = tmp_path / "run.safetensors", tmp_path / "names.toml"
+    table.write_text(SUM)
+    where = ("--config", samples / "config.json", "--out", out, "--rename", table)
+    code, said = run("import", "sglang", samples / "0.5.23", *where)
+    assert code == 0 and re.search("ffn_out .* summed over moe_tp", said)
+    assert all(
+        torch.equal(DumpSubject(out, samples / "config.json").layer(i)["ffn_out"], formula(i, "ffn_out"))
+        for i in (0, 1)
+    )
+    table.write_text(SUM.replace('"ffn_out"', '{ point = "ffn_out", dims = "t d" }'))
+    code, said = run("import", "sglang", samples / "0.5.23", *where)
+    assert code == 2 and "ffn_out of layer 0 in step 0 differs between ranks" in said
+
+
+def test_every_file_is_accounted_for(run, samples, tmp_path):
+    account = tmp_path / "account.json"
+    where = ("--config", samples / "config.json", "--out", tmp_path / "run.safetensors", "--account", account)
+    (extra := samples / "0.5.12" / "notes.txt").write_text("a note")
+    code, said = run("import", "sglang", samples / "0.5.12", *where)
+    extra.unlink()
+    fates = json.loads(account.read_text())
+    assert fates.pop("notes.txt") == "not a name that SGLang gives" and "notes.txt" in said
+    assert set(fates) == {f"run/{f.name}" for f in (samples / "0.5.12").rglob("*.pt")}
+    assert all(fate for names in fates.values() for fate in names.values())
+
+
+def test_files_of_these_tests_are_like_the_dumpers(samples, tmp_path):
+    real = next((samples / "0.5.23").rglob("step=1___rank=1___*name=q_after_rope*layer_id=1.pt"))
+    mine = sglang_file(tmp_path, "q_after_rope", torch.zeros(3, 2, 4), 1, 2, 1, 1, "t h[attn_tp] d")
+    words = lambda file: re.sub(r"dump_index=\d+", "", file.name)
+    assert words(mine) == words(real)
+    theirs, ours = (torch.load(file, weights_only=True)["meta"] for file in (real, mine))
+    info = theirs.pop("sglang_parallel_info")
+    assert ours.pop("sglang_parallel_info").items() <= info.items()
+    assert ours | {"dump_index": 0} == theirs | {"dump_index": 0}
+
+
+# ---- whole runs ----------------------------------------------------------------------------------
+
+
+def test_a_run_over_ranks_and_chunks_is_the_recorded_run(imported, judged, live, official, tmp_path):
+    subject, ids, capture = live
+    folder = as_sglang(tmp_path / "dump", capture, ids, subject.config, (130, 168, 1, 1), ranks=2)
+    code, said, file = imported("sglang", folder)
+    assert code == 0, said
+    found = DumpSubject(file, official)
+    assert found.schedule == (130, 168, 1, 1) and found.numerics == "fp32"
+    for key, value in found.run(ids, found.schedule, tuple(NUMBER)).points.items():
+        assert torch.equal(value, capture.points[key]), key
+    checks = judged(file)
+    assert worst(checks) is Status.PASS and sum(c.name == "path" for c in checks) == 5
+
+
+def test_the_last_run_of_several_and_the_one_that_is_asked_for(imported, live, ids_file, tmp_path):
+    subject, ids, capture = live
+    few = lambda ids: type(capture)(
+        None, {k: v[:, : ids.shape[1]] for k, v in capture.points.items() if k[1] == "attn_in"}
+    )
+    other = torch.tensor([[5, 6, 7]])
+    folder = tmp_path / "dump"
+    as_sglang(folder, few(ids), ids, subject.config, (200, 100))
+    for step in (7, 8):  # another request, after a pause
+        sglang_file(folder, "input_ids", other[0, 2 * (step == 8) : 2 + (step == 8)].clone(), step=step)
+        sglang_file(folder, "positions", torch.arange(3)[2 * (step == 8) : 2 + (step == 8)].clone(), step=step)
+        sglang_file(folder, "attn_in", torch.zeros(2 - (step == 8), subject.config.hidden_size), step=step, layer=0)
+    code, said, file = imported("sglang", folder)
+    assert code == 0 and "3 tokens in 2 steps" in said and "an earlier run" in said
+    code, said, file = imported("sglang", folder, None, "--ids", ids_file)
+    assert code == 0 and "300 tokens in 2 steps" in said and "other tokens than --ids" in said
+
+
+# ---- planted faults --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dumped(live, tmp_path):
+    """Function: a dump of two ranks and three steps, with `change`."""
+    subject, ids, capture = live
+    return lambda change=None, ranks=2: as_sglang(
+        tmp_path / "dump", capture, ids, subject.config, (150, 149, 1), ranks, change
+    )
+
+
+def test_files_whose_ranks_were_swapped_are_refused(dumped, refused):
+    folder = dumped()
+    zero = next(folder.glob("step=1___rank=0___*name=q_after_rope*layer_id=2.pt"))
+    one = next(folder.glob("step=1___rank=1___*name=q_after_rope*layer_id=2.pt"))
+    swap = zero.with_name("swap")
+    zero.rename(swap), one.rename(zero), swap.rename(one)
+    assert re.search(r"was written as \w+ \d+; its name has been changed", refused("sglang", folder))
+
+
+def test_ranks_that_were_swapped_in_the_engine_are_red_in_the_audit(dumped, imported, judged):
+    """Files that agree with themselves, of an engine whose ranks took each other's heads in one layer."""
+    folder = dumped()
+    for step in range(3):
+        files = [next(folder.glob(f"step={step}___rank={r}___*name=q_after_rope*layer_id=2.pt")) for r in (0, 1)]
+        zero, one = (torch.load(file, weights_only=True) for file in files)
+        torch.save(zero | {"value": one["value"]}, files[0])
+        torch.save(one | {"value": zero["value"]}, files[1])
+    code, said, file = imported("sglang", folder)
+    failed = [c for c in judged(file) if c.status is Status.FAIL]
+    assert code == 0 and failed[0].name.startswith("q_after_rope") and {c.where for c in failed} == {"layer 2"}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda k, v, r, s: None if s == 1 else v, "step 1 .* is in no file|positions 150 to 298"),
+        (
+            lambda k, v, r, s: None if (k, s) == ((3, "attn_out"), 1) else v,
+            "attn_out of layer 3 in step 1 .* is in no file",
+        ),
+        (lambda k, v, r, s: None if (k, s, r) == ((3, "attn_out"), 1, 1) else v, "no file of attn_tp rank 1 of 2"),
+        (lambda k, v, r, s: None if (k, s, r) == ((3, "q_after_rope"), 0, 1) else v, "no part of attn_tp rank 1 of 2"),
+        (
+            lambda k, v, r, s: v * (0.75 - r / 2) if k == (1, "attn_out") else v,
+            "attn_out of layer 1 in step 0 differs between",
+        ),
+        (
+            lambda k, v, r, s: v.bfloat16() if (k, r) == ((1, "attn_out"), 1) else v,
+            "bfloat16 and float32 on different ranks",
+        ),
+        (
+            lambda k, v, r, s: v.bfloat16() if (k[1], s) == ("streams", 2) else v,
+            "streams of layer 0 in step 2 is bfloat16, and float32",
+        ),
+        (lambda k, v, r, s: v[:-1] if (k, s) == ((1, "index_keys"), 0) else v, ""),
+    ],
+    ids=[
+        "a chunk",
+        "a layer's chunk",
+        "a rank",
+        "a rank's heads",
+        "partial sums",
+        "dtypes of ranks",
+        "dtypes of steps",
+        "entries",
+    ],
+)
+def test_what_is_missing_or_does_not_fit_is_refused(dumped, refused, imported, change, said):
+    folder = dumped(change)
+    if said:
+        assert re.search(said, refused("sglang", folder))
+    else:  # a line of the default table that does not fit is left out, and said to be
+        code, told, file = imported("sglang", folder)
+        assert code == 0 and "left out, index_keys of layer … in step … has shape" in told
+
+
+def test_a_whole_step_that_is_missing_is_refused(dumped, refused):
+    folder = dumped()
+    for file in folder.glob("step=1___*"):
+        file.unlink()
+    assert "step 2 begins at position 299, and positions 150 to 298 are of no step" in refused("sglang", folder)
+
+
+def test_partial_sums_are_summed_where_the_table_says_so(dumped, imported, refused, judged):
+    halves = lambda k, v, r, s: v * (0.75 - r / 2) if k[1] == "attn_out" else v
+    folder = dumped(halves)
+    table = '[names]\nattn_out = { point = "attn_out", dims = "t d[tp:partial]" }\n'
+    code, said, file = imported("sglang", folder, table)
+    assert code == 0 and "summed over tp" in said and worst(judged(file)) is Status.PASS
+    table = '[names]\n"ffn_out" = { point = "ffn_out", dims = "t d[tp:partial]" }\n' + table.split("\n", 1)[1]
+    assert "ffn_out of layer 0 in step 0 is the same on all 2 ranks of tp" in refused("sglang", folder, table)
+
+
+def test_a_wrong_name_is_refused_and_a_wrong_point_is_red(dumped, imported, refused, judged):
+    folder = dumped(ranks=1)
+    said = refused("sglang", folder, '[names]\n"attn_uot" = "attn_out"\n')
+    assert "'attn_uot', which no file is called" in said and "'attn_out'" in said
+    said = refused("sglang", folder, '[names]\n"attn_out" = "attention"\n')
+    assert "expected one of attn_in," in said
+    said = refused("sglang", folder, '[names]\n"attn_out" = "streams"\n"streams" = false\n')
+    assert "streams of layer 0 in step 0 has shape [150, 128]" in said
+    code, said, file = imported("sglang", folder, '[names]\nattn_out = "ffn_out"\nffn_out = "attn_out"\n')
+    assert code == 0 and worst(judged(file)) is Status.FAIL
+
+
+def test_files_that_would_run_code_or_are_cut_off_are_refused(dumped, refused):
+    folder = dumped(ranks=1)
+    file = next(folder.glob("*name=attn_out*layer_id=3.pt"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    assert "is no file of torch.save that can be read" in refused("sglang", folder)
+    torch.save({"value": Path("anything"), "meta": {}}, file)
+    assert "loading it would run code" in refused("sglang", folder)
+
+
+def test_other_folders_are_refused(refused, tmp_path, samples):
+    assert "is no folder" in refused("sglang", tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    assert "holds no files of SGLang's dumper" in refused("sglang", tmp_path / "empty")
+    assert "both kinds" in refused("sglang", samples)
+    assert "engine 'trt' is unknown" in refused("trt", samples)
