@@ -19,10 +19,17 @@ from dsv4.probes.provenance import provenance
 from dsv4.probes.report import Report, Section, write
 from dsv4.probes.result import Check, Status, vacuous
 from dsv4.probes.subject import Subject
+from dsv4.probes.subjects.foreign import is_foreign, open_foreign
 from dsv4.threads import limited_threads
 
 KERNELS, LEDGER = "user_kernels", "the dispatch ledger: what never ran was not audited"
-SUBJECTS = ("ours[:NUMERICS[:BACKEND]]", "files", "transformers", "a recorded dump (FILE.safetensors or dump:FILE)")
+SUBJECTS = (
+    "ours[:NUMERICS[:BACKEND]]",
+    "files",
+    "transformers",
+    "a recorded dump (FILE.safetensors or dump:FILE)",
+    "PACKAGE.MODULE:FACTORY",
+)
 
 
 def open_subject(
@@ -41,7 +48,7 @@ def open_subject(
     of its operations. Raises InputError for an unknown kind or format, and for a format or kernel asked of another
     subject; CheckpointError for a broken checkpoint; KernelError.
     """
-    kind, _, rest = kind.partition(":")
+    foreign, (kind, _, rest) = is_foreign(kind), kind.partition(":")
     if kernels and kind != "ours":
         raise InputError(f"--kernel would change nothing of subject {kind!r}; leave it out, or audit ours")
     if (cache, index_cache) != ("auto", "auto") and kind != "ours":
@@ -52,6 +59,8 @@ def open_subject(
         from dsv4.probes.subjects.dump import DumpSubject
 
         return DumpSubject(rest or kind, checkpoint)
+    if foreign:
+        return open_foreign(f"{kind}:{rest}", checkpoint)
     match kind:
         case "ours":
             from dsv4.probes.subjects.ours import open_ours

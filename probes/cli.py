@@ -41,7 +41,7 @@ def run_audit(
         typer.Option(
             help="ours: this project's model; files: the checkpoint alone; transformers: that "
             "implementation on the same weights; FILE.safetensors: a recorded "
-            "run."
+            "run; PACKAGE.MODULE:FACTORY: what that function makes of the checkpoint's path."
         ),
     ] = "ours",
     numerics: Annotated[str, choice(NUMERICS, "Of ours and transformers.")] = "fp32",
@@ -170,7 +170,9 @@ def bisect_audit(
 def record_audit(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
     out: Annotated[Path, typer.Option(help="The file: NAME.safetensors.", show_default=False, callback=file)],
-    subject: Annotated[str, typer.Option(help="ours[:NUMERICS[:BACKEND]] or transformers.")] = "ours",
+    subject: Annotated[
+        str, typer.Option(help="ours[:NUMERICS[:BACKEND]], transformers, or PACKAGE.MODULE:FACTORY.")
+    ] = "ours",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
@@ -187,6 +189,21 @@ def record_audit(
 
     ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
     raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say, cache, index_cache))
+
+
+@audit_app.command("conform")
+def conform_audit(
+    subject: Annotated[str, typer.Argument(help="PACKAGE.MODULE:FACTORY, or another --subject.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory.", show_default=False)],
+    tokens: Annotated[
+        int | None, typer.Option(help="How many tokens; default: enough for every kind of layer.")
+    ] = None,
+):
+    """Which capture points and capabilities a subject has, which it lacks, and which probes those would unlock. Exit
+    code 0: all that it gives is right; 1: something is not; 2: it could not run."""
+    from dsv4.probes import conform
+
+    raise typer.Exit(conform.run(checkpoint, subject, tokens, typer.echo))
 
 
 @audit_app.command("import")

@@ -27,6 +27,7 @@ from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subject import Subject
 
+WANT = ("index_keys", "index_scores", "selection")
 FLOORS = {"fp32": 0.999, "native": 0.98, "bf16": 0.98, "qat": 0.75, "qat:fp32": 0.75}  # known_bugs 2.1, loosely
 LIMIT = {"fp32": 1e-4, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-4}  # relative, of the median query
 TIES = {"fp32": 1e-5, "native": 2e-2, "qat": 2e-2, "qat:fp32": 1e-3}  # of a query's largest score
@@ -80,6 +81,7 @@ class IndexOracle(Probe):
     name: ClassVar[str] = "index_oracle"
     title: ClassVar[str] = "the indexer scores and selects as specified"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
+    reads: ClassVar[frozenset[str]] = frozenset(WANT)
     not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have no indexer"}
 
     def run(self, subject: Subject) -> list[Check]:
@@ -128,7 +130,7 @@ class IndexOracle(Probe):
 
 def run_of(subject: Subject, i: int, x: torch.Tensor, schedule: tuple[int, ...] = ()) -> list[dict[str, torch.Tensor]]:
     """The indexer's points of layer i by row of x [B, T, d], each [1, ...]."""
-    points = subject.attention(i, x, zeros_like_ids(x), schedule, ("index_keys", "index_scores", "selection")).points
+    points = subject.attention(i, x, zeros_like_ids(x), schedule, WANT).points
     return [{name: value[row : row + 1] for (_, name), value in points.items()} for row in range(len(x))]
 
 

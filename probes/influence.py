@@ -77,6 +77,7 @@ class Influence(Probe):
     name: ClassVar[str] = "influence"
     title: ClassVar[str] = "queries attend to what they should, and to nothing else"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
+    reads: ClassVar[frozenset[str]] = frozenset({"selection", "attn_out"})
 
     def run(self, subject: Subject) -> list[Check]:
         if subject.family == "gqa":

@@ -14,7 +14,7 @@ from dsv4.probes.oracle.blocks import collapse, hyper_post, sinkhorn
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.subject import Subject
-from dsv4.probes.sublayers import Sublayers, missing, of_layer, run_all, taken_apart
+from dsv4.probes.sublayers import WANT, Sublayers, missing, of_layer, run_all, taken_apart
 
 COLUMNS = "ends on a column step: a column sums to 1 − O(eps), found at most 1.2e-6 off in fp32; allowed 2e-6"
 FP32 = "fp32 rounding of short sums"
@@ -39,6 +39,7 @@ class HyperConnections(Probe):
     name: ClassVar[str] = "mhc"
     title: ClassVar[str] = "hyper-connections mix as the definition does"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
+    reads: ClassVar[frozenset[str]] = frozenset(WANT)
     not_for: ClassVar[Mapping[str, str]] = {
         "gqa": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the "
         "definition"

@@ -16,7 +16,7 @@ from dsv4.probes.oracle.blocks import moe
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.subject import Subject
-from dsv4.probes.sublayers import Sublayers, missing, run_all, taken_apart
+from dsv4.probes.sublayers import WANT, Sublayers, missing, run_all, taken_apart
 
 LOGITS = (-200.0, -88.8, -17.0, -16.6, -1.0, 0.0, 1.0, 20.0, 88.8, 200.0)
 FP32 = "fp32 rounding of a quotient of square roots, 1e-5"
@@ -29,6 +29,7 @@ class MoEEdges(Probe):
     name: ClassVar[str] = "moe_edges"
     title: ClassVar[str] = "routing and experts, and their edges"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
+    reads: ClassVar[frozenset[str]] = frozenset(WANT)
     not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have no experts and no router"}
 
     def run(self, subject: Subject) -> list[Check]:

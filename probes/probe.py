@@ -60,6 +60,7 @@ class Probe:
     """Base of all probes. seed: of whatever the probe draws at random; effort: 1.0 is what `dsv4 audit` spends by
     default.
 
+    reads: the capture points (`dsv4.probes.subject.POINTS`) that it asks a subject for.
     needs_of_gqa: what it needs of GQA models, where that is not what it `needs` of others. not_for: families of models
     (`dsv4.probes.subject.FAMILIES`) that have nothing it could measure, and why.
     """
@@ -67,6 +68,7 @@ class Probe:
     name: ClassVar[str]
     title: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
+    reads: ClassVar[frozenset[str]] = frozenset()
     needs_of_gqa: ClassVar[frozenset[str] | None] = None
     not_for: ClassVar[Mapping[str, str]] = {}
     seed: int = 0

@@ -29,6 +29,7 @@ class Recorded(Probe):
     name: ClassVar[str] = "recorded"
     title: ClassVar[str] = "a recorded run is what its own values should give"
     needs: ClassVar[frozenset[str]] = frozenset({"recorded", "files"})
+    reads: ClassVar[frozenset[str]] = frozenset(POINTS)
     not_for: ClassVar[Mapping[str, str]] = {"gqa": "their runs are not recorded"}
 
     def run(self, subject: Subject) -> list[Check]:

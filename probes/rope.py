@@ -26,6 +26,7 @@ from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
 
+WANT = ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "selection")
 Form = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -63,6 +64,7 @@ class Rope(Probe):
     name: ClassVar[str] = "rope"
     title: ClassVar[str] = "rotations have the right base, pairs, positions and direction"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
+    reads: ClassVar[frozenset[str]] = frozenset(WANT)
     needs_of_gqa: ClassVar[frozenset[str]] = frozenset({"files", "run"})
 
     def run(self, subject: Subject) -> list[Check]:
@@ -78,9 +80,8 @@ class Rope(Probe):
             steps_of_all_sizes(T),
         )
         same = x.repeat(rows, 1, 1)  # what is right for the first row is right for the others
-        want = ("q_after_rope", "kv_window", "compressed_kv", "index_keys", "selection")
         for i in range(subject.config.num_hidden_layers):
-            layer, points = oracle.layer(i), subject.attention(i, same, zeros_like_ids(same), schedule, want).points
+            layer, points = oracle.layer(i), subject.attention(i, same, zeros_like_ids(same), schedule, WANT).points
             for turned in rotated_things(layer, x.double(), starts_of(schedule)):
                 checks += self._thing(subject, layer, turned, points.get((i, turned.point)), f"layer {i}")
             checks.append(self._back(subject, oracle, i, x, {key: value[:1] for key, value in points.items()}))

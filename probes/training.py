@@ -29,6 +29,7 @@ class Training(Probe):
     name: ClassVar[str] = "training"
     title: ClassVar[str] = "the training backend computes the model, and its derivatives are right"
     needs: ClassVar[frozenset[str]] = frozenset({"training", "files", "run"})
+    reads: ClassVar[frozenset[str]] = frozenset(POINTS)
     not_for: ClassVar[Mapping[str, str]] = {"gqa": "their training backend is not audited"}
 
     def run(self, subject: Subject) -> list[Check]:

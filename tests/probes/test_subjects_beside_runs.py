@@ -144,58 +144,6 @@ def test_a_position_that_is_run_again_is_overwritten():
     assert steps_of(4, (3, -1, 2)) == [(0, 3), (3, -1), (2, 2)] and steps_of(4, ()) == [(0, 4)]
 
 
-class Echo:
-    """A stand-in for a third implementation: the modules that the README's skeleton expects, answering with ours."""
-
-    version = "1"
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.mlp = torch.nn.Identity(), torch.nn.Identity()
-
-        def forward(self, x):
-            return torch.stack((self.attention(x), self.mlp(x)), 2)
-
-    def __init__(self, layers: int, vocab: int):
-        self.layers, self.vocab = [Echo.Layer() for _ in range(layers)], vocab
-
-    def new_state(self, batch, tokens):
-        class Held:
-            entries = torch.zeros(batch, tokens, 3)
-
-        state, window = Held(), Held()
-        window.entries = None
-        state.layers = [window, window, Held(), Held(), Held(), window]
-        return state
-
-    def forward(self, ids, state):
-        for layer in self.layers:
-            layer(ids.float().unsqueeze(-1))
-        return torch.zeros(*ids.shape, self.vocab)
-
-
-def test_the_readme_s_skeleton_works(ours, ids):
-    from pathlib import Path
-
-    from dsv4.probes import subjects
-
-    text = (Path(subjects.__file__).parent / "README.md").read_text()
-    code = next(part for part in text.split("```python\n")[1:] if "class EngineSubject" in part).split("```")[0]
-    namespace: dict = {}
-    exec(code, namespace)
-    subject = namespace["EngineSubject"](ours.files.path, Echo(6, CONFIG["vocab_size"]))
-    got = subject.run(ids, (100, 40), ["attn_in", "streams", "compressed_kv"])
-    assert torch.equal(got.points[5, "attn_in"], ids.float().unsqueeze(-1)) and got.points[5, "streams"].shape == (
-        2,
-        T,
-        2,
-        1,
-    )
-    assert got.points[HCA, "compressed_kv"].shape == (2, 1, 3) and (0, "compressed_kv") not in got.points
-    assert all(p in text for p in POINTS)
-
-
 def test_tensors_that_transformers_does_not_have(theirs):
     """Experts of an MTP block are not those of layer 0, and scales are multiplied out."""
     for name in (

@@ -46,6 +46,7 @@ def test_parts_make_the_whole(words, parts):
     [
         ("", ranks("tp", [WHOLE, WHOLE - 1e-7]), RanksDiffer, "differs between ranks"),
         ("", ranks("tp", [torch.zeros(2, 2), -torch.zeros(2, 2)]), RanksDiffer, "differs between ranks"),
+        ("", ranks("tp", [WHOLE, WHOLE.view(4, 6, 8)]), RanksDiffer, "differs between ranks"),
         ("t h[tp] d", ranks("tp", WHOLE.chunk(4, 1))[:3], MissingPieces, "rank 3 of 4"),
         ("", ranks("tp", [WHOLE, WHOLE])[:1], MissingPieces, "tp rank 1 of 2"),
         ("t h d[tp:partial]", ranks("tp", [WHOLE, WHOLE]), RanksDiffer, "summed already"),
@@ -60,7 +61,8 @@ def test_parts_that_do_not_fit_are_refused(words, parts, error, said):
 
 
 @pytest.mark.parametrize(
-    "words", ["t[cp:zigzag] d", "t[cp] d", "t h{tp} d", "t d # dp:=moe_dp", "# tp:replicated", "t[tp] d[tp]"]
+    "words",
+    ["t[cp:zigzag] d", "t d[tp:zigzag]", "t[cp] d", "t h{tp} d", "t d # dp:=moe_dp", "# tp:replicated", "t[tp] d[tp]"],
 )
 def test_dims_that_are_not_understood_are_refused(words):
     with pytest.raises(EngineDumpError, match="dims"):

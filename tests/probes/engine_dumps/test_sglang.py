@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -249,6 +250,74 @@ def test_files_that_would_run_code_or_are_cut_off_are_refused(dumped, refused):
     assert "is no file of torch.save that can be read" in refused("sglang", folder)
     torch.save({"value": Path("anything"), "meta": {}}, file)
     assert "loading it would run code" in refused("sglang", folder)
+
+
+def test_values_that_are_no_plain_tensors_are_refused(dumped, refused):
+    folder = dumped(lambda k, v, r, s: v.to(torch.float8_e4m3fn) if k == (3, "attn_out") else v, ranks=1)
+    assert "holds float8_e4m3fn without its scales" in refused("sglang", folder)
+    file = next(folder.glob("*name=attn_out*layer_id=1.pt"))
+    torch.save(torch.load(file, weights_only=True) | {"value": ["a", "list"]}, file)
+    assert "holds a list; expected a tensor" in refused("sglang", folder)
+
+
+def test_what_is_dumped_twice_is_refused(dumped, refused, imported):
+    folder = dumped(ranks=1)
+    sglang_file(folder, "other_name", torch.zeros(150, 128), layer=0)
+    table = '[names]\nother_name = "attn_out"\n'
+    assert "dumped twice by rank 0, as attn_out and other_name" in refused("sglang", folder, table)
+    table += "attn_out = false\n"
+    assert "attn_out of layer 0 in step 1 (positions 150 to 298) is in no file" in refused("sglang", folder, table)
+    table = '[names]\nother_name = false\nattn_in = { point = "attn_in", dims = "t d" }\n'
+    code, said, file = imported("sglang", folder, table)
+    assert code == 0 and "left out by the renaming table: other_name (1)" in said
+
+
+def test_gradients_parameters_and_other_layers_are_left_out(dumped, imported, refused):
+    folder = dumped(ranks=1)
+    sglang_file(folder, "grad__attn_out", torch.zeros(150, 128), layer=0)
+    sglang_file(folder, "param__model.layers.0.wq.weight", torch.zeros(2, 2))
+    sglang_file(folder, "attn_out", torch.zeros(150, 128), layer=5)
+    sglang_file(folder, "selection", torch.zeros(150, 6), layer=0)
+    sglang_file(folder, "attn_in", torch.zeros(150, 128))
+    code, said, file = imported("sglang", folder)
+    assert code == 0
+    for why in (
+        "a gradient: grad__attn_out (1)",
+        "a parameter: ",
+        "layer 5 is not one of the 5",
+        "layer 0 has no selection",
+    ):
+        assert f"left out, {why}" in said
+    assert "neither its name nor a tag says its layer: attn_in (1)" in said
+    assert "neither its name nor a tag says its layer" in refused("sglang", folder, '[names]\nattn_in = "attn_in"\n')
+
+
+def test_ranks_that_ran_other_tokens_are_refused(dumped, refused):
+    folder = dumped()
+    file = next(folder.glob("step=1___rank=1___*name=input_ids*"))
+    found = torch.load(file, weights_only=True)
+    torch.save(found | {"value": found["value"] + 1}, file)
+    assert "ids of step 1 differ between the files of one step" in refused("sglang", folder)
+
+
+def test_two_runs_or_processes_in_one_folder_are_refused(dumped, refused, samples, tmp_path):
+    folder = dumped(ranks=1)
+    sglang_file(folder / "dump_2", "attn_out", torch.zeros(1, 128), layer=0)
+    assert "holds 2 runs (dump, dump_2)" in refused("sglang", folder)
+    for number in (1, 2):
+        shutil.copytree(samples / "0.5.23-hook" / "TP0_PP0_Rank0_pid1", tmp_path / "two" / f"TP0_PP0_Rank0_pid{number}")
+    assert "two folders are of one rank" in refused("sglang", tmp_path / "two")
+
+
+def test_names_that_say_nothing_of_points_are_refused(refused, tmp_path):
+    sglang_file(tmp_path / "dump", "hidden", torch.zeros(3, 128), layer=0)
+    assert "none of the 1 names of the dump is of a capture point (hidden" in refused("sglang", tmp_path / "dump")
+    (tmp_path / "dump" / "x").mkdir()
+
+
+def test_out_has_a_name_of_its_kind(run, official, tmp_path):
+    code, said = run("import", "sglang", tmp_path, "--config", official, "--out", tmp_path / "run.pt")
+    assert code == 2 and "expected a name that ends in .safetensors" in said
 
 
 def test_other_folders_are_refused(refused, tmp_path, samples):
