@@ -1,6 +1,8 @@
 """A recorded run of a small checkpoint, and importing what a test makes of it."""
 
 import json
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,11 @@ from dsv4.probes.recorded import Recorded
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.dump import DumpSubject
 from dsv4.probes.subjects.ours import OurSubject
+from tests import checkpoints
 
 T = 300
+SAMPLES = Path(__file__).parent / "sglang_samples.tar.xz"
+TOY = dict(num_hidden_layers=2, compress_ratios=[0, 4, 0], hidden_size=16, num_attention_heads=4, head_dim=4)
 
 
 @pytest.fixture(scope="package")
@@ -63,3 +68,14 @@ def ids_file(live, tmp_path):
     file = tmp_path / "ids.json"
     file.write_text(json.dumps(live[1][0].tolist()))
     return file
+
+
+@pytest.fixture(scope="package")
+def samples(tmp_path_factory):
+    """Folder with what SGLang's own code wrote, a folder a version, and the config of its toy model."""
+    folder = tmp_path_factory.mktemp("samples")
+    with tarfile.open(SAMPLES) as archive:
+        archive.extractall(folder, filter="data")
+    config = checkpoints.SMALL | TOY | dict(hc_mult=2, qk_rope_head_dim=2, num_hash_layers=0)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,14 +1,19 @@
 """Dims, steps and shapes alone: each way to join ranks, each way that steps follow each other."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+from dsv4.probes.engine_dumps import sglang, vllm
 from dsv4.probes.engine_dumps.dims import ANY, join, parse
 from dsv4.probes.engine_dumps.fit import Entries, rows, scores
 from dsv4.probes.engine_dumps.names import Table
 from dsv4.probes.engine_dumps.pieces import EngineDumpError, MissingPieces, RanksDiffer, RenameError, WrongShape
 from dsv4.probes.engine_dumps.steps import Step, steps_of_run
 
+PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 WHOLE = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -145,6 +150,22 @@ def test_entries_of_steps_and_of_the_whole_cache():
     assert torch.equal(found.held, value)
     with pytest.raises(WrongShape, match="expected 6 rows, all entries, or 1"):
         found.add("x", value[:3], 20, 4)
+
+
+def test_the_table_of_the_page_is_one(tmp_path):
+    (text,) = re.findall(r"^```toml\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (tmp_path / "t.toml").write_text(text)
+    table = Table({"a": "streams"}, tmp_path / "t.toml")
+    assert [(rule.point, rule.own) for rule in table.rules] == [
+        ("q_after_rope", True), ("streams", True), (None, True), ("ids", True), ("streams", False)
+    ]  # fmt: skip
+    assert table.match("model.layers.12.attn.q_rotated")[1] == 12
+
+
+def test_the_default_names_are_those_of_the_page():
+    for names in (sglang.NAMES, vllm.NAMES):
+        own = {name for name, point in names.items() if name.startswith(("non_", "model.i")) or "layer." in name}
+        assert len(own) > 3 and all(f"`{name}`" in PAGE.read_text() for name in own)
 
 
 @pytest.mark.parametrize(
