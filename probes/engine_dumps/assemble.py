@@ -63,6 +63,12 @@ def assemble(pieces: Sequence[Piece], table: Table, config: ModelConfig, wanted:
             "are in a renaming table: --rename FILE.toml"
         )
     run = steps_of_run(_steps(pieces, routed, wanted), wanted)
+    strange = run.ids[(run.ids < 0) | (run.ids >= config.vocab_size)]
+    if len(strange):
+        raise EngineDumpError(
+            f"the dump has token id {int(strange[0])}, and the config a vocabulary of {config.vocab_size}; is it of "
+            "another checkpoint?"
+        )
     maker = _Maker(pieces, routed, config, run)
     for key in sorted(routed.points, key=in_order):
         maker.point(*key)

@@ -10,7 +10,7 @@ from dsv4.errors import InputError
 from dsv4.probes.engine_dumps import sglang, vllm
 from dsv4.probes.engine_dumps.assemble import Imported, assemble
 from dsv4.probes.engine_dumps.names import Table
-from dsv4.probes.engine_dumps.pieces import Piece
+from dsv4.probes.engine_dumps.pieces import Piece, read_pt
 from dsv4.probes.engine_dumps.steps import read_ids
 from dsv4.probes.provenance import commit
 from dsv4.probes.record import write_whole
@@ -38,16 +38,19 @@ def run(
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; expected the folder that {engine} dumped to")
     wanted = None if ids is None else read_ids(ids)
-    pieces, others = ENGINES[engine].pieces_of(folder)
-    found = assemble(pieces, Table(ENGINES[engine].NAMES, rename), config_of(config), wanted)
+    try:
+        pieces, others = ENGINES[engine].pieces_of(folder)
+        found = assemble(pieces, Table(ENGINES[engine].NAMES, rename), config_of(config), wanted)
+    finally:
+        read_pt.cache_clear()  # files are mapped, and may be replaced before the next import of this process
     about = _about(engine, folder, found, numerics)
     for line in _lines(found, pieces, others):
         say(line)
+    file, size = write_whole(found.capture, found.run.ids, out, about)
+    say(f"wrote {file} ({size:,} B)")
     if account is not None:
         account.write_text(json.dumps(_account(folder, found, pieces, others), indent=1) + "\n")
         say(f"wrote {account}")
-    file, size = write_whole(found.capture, found.run.ids, out, about)
-    say(f"wrote {file} ({size:,} B)")
     return 0
 
 

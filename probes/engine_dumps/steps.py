@@ -45,14 +45,16 @@ def read_ids(file: Path) -> torch.Tensor:
     try:
         text = file.read_text().strip()
         found = json.loads(text if text.startswith("[") else f"[{','.join(text.replace(',', ' ').split())}]")
-        ids = torch.tensor(found, dtype=torch.int64)
+        ids = torch.tensor(found)
+        if ids.is_floating_point() and ids.numel():
+            raise ValueError("fractions")
     except (OSError, ValueError, TypeError, RuntimeError) as error:
         said = (str(error).splitlines() or [""])[0][:60]
         raise InputError(f"--ids {file.name} cannot be read ({said}); expected a JSON list of token ids") from None
     ids = ids.unsqueeze(0) if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.shape[0] != 1 or not ids.numel():
         raise InputError(f"--ids {file.name} holds ids of shape {list(ids.shape)}; expected one row [T]")
-    return ids
+    return ids.long()
 
 
 def agreed(what: str, values: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -173,6 +173,14 @@ def test_ranks_that_ran_other_tokens_are_refused(dumped, refused):
     assert "ids of step 1 differ between the files of one step" in refused("sglang", folder)
 
 
+def test_tokens_of_another_vocabulary_are_refused(dumped, refused, tmp_path):
+    folder = dumped(ranks=1)
+    file = next(folder.glob("step=0___rank=0___*name=input_ids*"))
+    found = torch.load(file, weights_only=True)
+    torch.save(found | {"value": found["value"] + 320}, file)
+    assert "and the config a vocabulary of 320; is it of another checkpoint?" in refused("sglang", folder)
+
+
 def test_two_runs_or_processes_in_one_folder_are_refused(dumped, refused, samples, tmp_path):
     folder = dumped(ranks=1)
     sglang_file(folder / "dump_2", "attn_out", torch.zeros(1, 128), layer=0)

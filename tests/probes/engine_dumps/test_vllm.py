@@ -33,6 +33,8 @@ def test_other_tokens_than_were_asked_for_are_refused(refused, dumped, tmp_path,
     assert "the steps ran 0 of the 3 tokens of --ids" in refused("vllm", dumped, None, "--ids", tmp_path / "ids.txt")
     (tmp_path / "ids.txt").write_text("[1, 2")
     assert "cannot be read" in refused("vllm", dumped, None, "--ids", tmp_path / "ids.txt")
+    (tmp_path / "ids.txt").write_text("[1.5, 2]")
+    assert "cannot be read (fractions)" in refused("vllm", dumped, None, "--ids", tmp_path / "ids.txt")
     (tmp_path / "ids.txt").write_text("[[1, 2], [3, 4]]")
     assert "shape [2, 2]; expected one row" in refused("vllm", dumped, None, "--ids", tmp_path / "ids.txt")
 
