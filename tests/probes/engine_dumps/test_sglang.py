@@ -6,8 +6,11 @@ import re
 import pytest
 import torch
 
+from dsv4.probes.measure import tokens
 from dsv4.probes.result import Status, worst
+from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.dump import DumpSubject
+from dsv4.probes.subjects.ours import OurSubject
 from tests.probes.engine_dumps.written import as_sglang, sglang_file
 
 POSITIONS = torch.arange(9)
@@ -117,3 +120,17 @@ def test_the_last_run_of_several_and_the_one_that_is_asked_for(imported, live, i
     assert code == 0 and "3 tokens in 2 steps" in said and "an earlier run" in said
     code, said, file = imported("sglang", folder, None, "--ids", ids_file)
     assert code == 0 and "300 tokens in 2 steps" in said and "other tokens than --ids" in said
+
+
+def test_a_bf16_run_is_judged_by_what_bf16_explains(imported, judged, official, tmp_path):
+    subject = OurSubject(official, "native")
+    ids = tokens(subject, 300, 1)
+    capture = subject.run(ids, want=tuple(POINTS))
+    narrow = {key: v.bfloat16() if v.is_floating_point() else v.int() for key, v in capture.points.items()}
+    folder = as_sglang(tmp_path / "dump", type(capture)(None, narrow), ids, subject.config, (299, 1), ranks=4)
+    code, said, file = imported("sglang", folder)
+    assert (
+        code == 0 and DumpSubject(file, official).numerics == "bf16" and "selection      2 layers (1, 3), int32" in said
+    )
+    checks = judged(file)
+    assert worst(checks) is Status.PASS and sum(c.name == "path" for c in checks) == 5
