@@ -15,7 +15,7 @@ from dsv4.probes.subjects.ours import OurSubject
 from tests import checkpoints
 
 T = 300
-SAMPLES = Path(__file__).parent / "sglang_samples.tar.xz"
+SAMPLES = Path(__file__).parent / "samples.tar.xz"
 TOY = dict(num_hidden_layers=2, compress_ratios=[0, 4, 0], hidden_size=16, num_attention_heads=4, head_dim=4)
 
 
@@ -72,7 +72,7 @@ def ids_file(live, tmp_path):
 
 @pytest.fixture(scope="package")
 def samples(tmp_path_factory):
-    """Folder with what SGLang's own code wrote, a folder a version, and the config of its toy model."""
+    """Folder with what the engines' own code wrote, a folder a version, and the config of its toy model."""
     folder = tmp_path_factory.mktemp("samples")
     with tarfile.open(SAMPLES) as archive:
         archive.extractall(folder, filter="data")

@@ -11,18 +11,7 @@ from dsv4.probes.result import Status, worst
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.dump import DumpSubject
 from dsv4.probes.subjects.ours import OurSubject
-from tests.probes.engine_dumps.written import as_sglang, sglang_file
-
-POSITIONS = torch.arange(9)
-NUMBER = {"attn_in": 1, "q_after_rope": 2, "attn_out": 3, "ffn_out": 4, "streams": 5}
-SHAPE = {"attn_in": (16,), "q_after_rope": (4, 4), "attn_out": (16,), "ffn_out": (16,), "streams": (2, 16)}
-
-
-def formula(layer: int, point: str) -> torch.Tensor:
-    """What the toy model has at a point, [1, 9, …]."""
-    n = torch.Size(SHAPE[point]).numel()
-    value = (layer * 7 + NUMBER[point] * 3 + POSITIONS.unsqueeze(1) * 13 + torch.arange(n) * 5) % 61 / 8
-    return value.view(1, 9, *SHAPE[point])
+from tests.probes.engine_dumps.written import NUMBER, POSITIONS, as_sglang, formula, sglang_file
 
 
 @pytest.mark.parametrize(

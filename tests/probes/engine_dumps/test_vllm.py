@@ -7,13 +7,24 @@ import torch
 
 from dsv4.probes.result import Status
 from dsv4.probes.subjects.dump import DumpSubject
-from tests.probes.engine_dumps.written import VLLM, as_vllm
+from tests.probes.engine_dumps.written import POSITIONS, VLLM, as_vllm, formula
 
 
 @pytest.fixture
 def dumped(live, tmp_path):
     _, ids, capture = live
     return as_vllm(tmp_path / "dump", capture, ids)
+
+
+def test_what_the_forks_function_wrote_is_what_the_model_had(run, samples, tmp_path):
+    out = tmp_path / "run.safetensors"
+    code, said = run("import", "vllm", samples / "vllm", "--config", samples / "config.json", "--out", out)
+    found = DumpSubject(out, samples / "config.json")
+    assert code == 0 and found.recorded() == dict.fromkeys(VLLM, (0, 1))
+    assert torch.equal(found.ids[0], (POSITIONS * 3 + 1) % 64) and found.schedule == ()
+    for layer in (0, 1):
+        assert all(torch.equal(value, formula(layer, point)) for point, value in found.layer(layer).items())
+    assert "model.layers.{layer}.attn.attn.output (2)" in said and "model.post_decoder_stack (1)" in said
 
 
 def test_one_pass_is_the_recorded_run(imported, judged, live, official, dumped):

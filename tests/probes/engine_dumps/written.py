@@ -9,6 +9,9 @@ import torch
 from dsv4.probes.subjects.dump import steps_of
 
 INDEX = count(1)
+POSITIONS = torch.arange(9)
+NUMBER = {"attn_in": 1, "q_after_rope": 2, "attn_out": 3, "ffn_out": 4, "streams": 5}
+SHAPE = {"attn_in": (16,), "q_after_rope": (4, 4), "attn_out": (16,), "ffn_out": (16,), "streams": (2, 16)}
 DIMS = {"q_after_rope": "t h[attn_tp] d"}
 
 
@@ -68,3 +71,10 @@ def as_vllm(folder: Path, capture, ids) -> Path:
     for i, (tag, value) in enumerate(tensors.items()):
         torch.save(value, folder / f"{i:05d}__{tag}.pt")
     return folder
+
+
+def formula(layer: int, point: str) -> torch.Tensor:
+    """What the toy model has at a point, [1, 9, …]."""
+    n = torch.Size(SHAPE[point]).numel()
+    value = (layer * 7 + NUMBER[point] * 3 + POSITIONS.unsqueeze(1) * 13 + torch.arange(n) * 5) % 61 / 8
+    return value.view(1, 9, *SHAPE[point])
