@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.errors import InputError
+from dsv4.errors import Dsv4Error, InputError
 from dsv4.probes.audit import open_subject
 from dsv4.probes.engine_dumps.fit import layers_of
 from dsv4.probes.inputs import ids_for
@@ -49,9 +49,12 @@ def run(checkpoint: Path, kind: str, tokens: int | None, say: Callable[[str], No
 
 
 def conformance(subject: Subject, ids: torch.Tensor) -> Conformance:
-    """Of one run of ids int64 [1, T] with every point, and of one in steps."""
+    """Of one run of ids int64 [1, T] with every point, and of one in steps. Raises InputError if the first cannot be."""
     found, config = Conformance(), subject.config
-    answer = _asked(subject, ids, ())
+    try:
+        answer = _asked(subject, ids, ())
+    except Exception as error:  # an implementation may raise anything
+        raise InputError(f"{subject.name} cannot run {ids.shape[1]} tokens in one step ({_first(error)})") from error
     _wrong(found, answer, "")
     found.logits = answer.capture.logits is not None
     for key, note in answer.notes.items():
@@ -92,8 +95,9 @@ def _in_steps(subject: Subject, ids: torch.Tensor, whole: Answer, found: Conform
     try:
         answer = _asked(subject, ids, (ids.shape[1] - STEPS, *[1] * STEPS))
     except Exception as error:  # an implementation may raise anything
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        found.wrong.append(f"in steps: it cannot be run ({said[:120]}); expected points of all positions, however cut")
+        found.wrong.append(
+            f"in steps: it cannot be run ({_first(error)}); expected points of all positions, however cut"
+        )
         return
     known = set(found.wrong)
     _wrong(found, answer, "in steps: ", known)
@@ -101,6 +105,11 @@ def _in_steps(subject: Subject, ids: torch.Tensor, whole: Answer, found: Conform
         whole.capture.points.keys() - answer.capture.points.keys() - {p.key for p in answer.problems}
     ):
         found.wrong.append(f"in steps: {point} of layer {layer}: missing; expected as in one step")
+
+
+def _first(error: Exception) -> str:
+    said = (str(error).splitlines() or [""])[0][:120]
+    return said if isinstance(error, Dsv4Error) else f"{type(error).__name__}: {said}"
 
 
 def _asked(subject: Subject, ids: torch.Tensor, schedule: tuple[int, ...]) -> Answer:

@@ -163,6 +163,14 @@ def test_a_run_in_steps_that_is_otherwise_is_said(official, captures, ids):
     assert len(wrong) == 1 and "takes no schedule" in wrong[0]
 
 
+def test_what_a_run_raises_is_one_line(official, ids):
+    def broken(ids, want=()):
+        raise RuntimeError("out of memory\nsecond line")
+
+    with pytest.raises(InputError, match="cannot run 140 tokens in one step .RuntimeError: out of memory.$"):
+        conformance(ForeignSubject("engine:x", SimpleNamespace(run=broken), official), ids)
+
+
 # ---- what is missing, and what it would unlock -------------------------------------------------
 
 
