@@ -49,7 +49,7 @@ def run(checkpoint: Path, kind: str, tokens: int | None, say: Callable[[str], No
 
 
 def conformance(subject: Subject, ids: torch.Tensor) -> Conformance:
-    """Of one run of ids int64 [1, T] with every point, and of one in steps. Raises InputError if the first cannot be."""
+    """Of one run of ids int64 [1, T] with every point, and of one in steps. Raises InputError if the first fails."""
     found, config = Conformance(), subject.config
     try:
         answer = _asked(subject, ids, ())

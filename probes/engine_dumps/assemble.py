@@ -232,7 +232,9 @@ class _Maker:
             made = [(entries.held.unsqueeze(0), 0)]
         last = made[-1][0].shape
         if any(size not in (None, there) for size, there in zip(wanted[2:], last[2:])):
-            raise WrongShape(f"{point} of layer {layer} ends as {list(last)}; expected {list(wanted)}; {fit.TELL}")
+            raise WrongShape(
+                f"{point} of layer {layer} ends with shape {list(last)}; expected {list(wanted)}; {fit.TELL}"
+            )
         for value, start in made:
             if point in fit.ENTRIES:
                 self.line.whole(layer, point, value)

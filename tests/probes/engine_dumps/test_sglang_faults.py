@@ -165,6 +165,25 @@ def test_gradients_parameters_and_other_layers_are_left_out(dumped, imported, re
     assert "neither its name nor a tag says its layer" in refused("sglang", folder, '[names]\nattn_in = "attn_in"\n')
 
 
+def test_ranks_that_say_other_dims_are_refused(dumped, refused):
+    folder = dumped()
+    file = next(folder.glob("step=1___rank=1___*name=q_after_rope*layer_id=3.pt"))
+    found = torch.load(file, weights_only=True)
+    found["meta"]["dims"] = "t h d"
+    torch.save(found, file)
+    assert "q_after_rope of layer 3 in step 1 has dims 't h d' and 't h[attn_tp] d'" in refused("sglang", folder)
+
+
+def test_entries_and_scores_of_another_width_are_left_out(dumped, imported, refused):
+    narrow = lambda k, v, r, s: v[:, :-1].clone() if k in ((1, "index_keys"), (3, "index_scores")) else v
+    folder = dumped(narrow, ranks=1)
+    code, said, file = imported("sglang", folder)
+    assert code == 0 and "index_keys     1 layers (3)" in said and "index_scores   1 layers (1)" in said
+    assert "left out, index_keys of layer … ends with shape" in said
+    said = refused("sglang", folder, '[names]\nindex_keys = "index_keys"\n')
+    assert "index_keys of layer 1 ends with shape [1, 75, 31]; expected [1, 75, 32]" in said
+
+
 def test_ranks_that_ran_other_tokens_are_refused(dumped, refused):
     folder = dumped()
     file = next(folder.glob("step=1___rank=1___*name=input_ids*"))
@@ -193,7 +212,9 @@ def test_two_runs_or_processes_in_one_folder_are_refused(dumped, refused, sample
 def test_names_that_say_nothing_of_points_are_refused(refused, tmp_path):
     sglang_file(tmp_path / "dump", "hidden", torch.zeros(3, 128), layer=0)
     assert "none of the 1 names of the dump is of a capture point (hidden" in refused("sglang", tmp_path / "dump")
-    (tmp_path / "dump" / "x").mkdir()
+    sglang_file(tmp_path / "narrow", "attn_in", torch.zeros(3, 64), layer=0)
+    sglang_file(tmp_path / "narrow", "input_ids", torch.arange(3))
+    assert "nothing of the run is a capture point" in refused("sglang", tmp_path / "narrow")
 
 
 def test_out_has_a_name_of_its_kind(run, official, tmp_path):
