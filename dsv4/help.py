@@ -17,7 +17,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Running requests": "batch.rows pool_tokens batch.together",
     "Speculation": "speculate draft_tokens draft_costs generate.together",
     "Size": "plan.max_context plan.batch max_rewind gpus",
-    "What is audited": "subject reference probe point section name fast",
+    "What is audited": "subject reference probe point section name fast config ids rename",
     "What is measured": "k topk policy budget block effort cuts tau phi patience tile looser vacuous model contexts "
     "batches policies heads rounds",
     "Text": "text context rows tail new_tokens needles needle_context asked_context in_prompt every queries tokens "
@@ -27,7 +27,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",
     "Conversion": "to allow_rounding max_shard resume discard_partial",
-    "Report": "out as_json quiet verbose report verify gate journal waivers fail_on baseline where map.name force "
+    "Report": "out as_json quiet verbose report verify gate journal waivers fail_on baseline where map.name force account "
     "audit.budget bisect.budget",
 }
 EXAMPLES = {
@@ -64,6 +64,14 @@ EXAMPLES = {
     "audit record": (
         "dsv4 audit record demo --out run.safetensors",
         "dsv4 audit record demo --subject transformers --tokens 300 --out run.safetensors",
+    ),
+    "audit conform": (
+        "dsv4 audit conform my_engine:factory demo",
+        "dsv4 audit conform transformers demo --tokens 300",
+    ),
+    "audit import": (
+        "dsv4 audit import sglang dump --config demo --out run.safetensors",
+        "dsv4 audit import vllm dump --config demo --rename names.toml --ids ids.json --out run.safetensors",
     ),
     "audit diff": (
         "dsv4 audit diff before.json after.json",

@@ -130,9 +130,9 @@ def test_rows_with_a_batch_flat_or_in_another_order():
         (WHOLE.flatten(1), ("t", "(h*d)")),
     ):
         assert torch.equal(rows("x", "q_after_rope", value, 6, (4, 8), names), WHOLE.unsqueeze(0))
-    for value, n in ((WHOLE, 5), (WHOLE.transpose(1, 2), 6), (WHOLE[:, :3], 6)):
+    for value, n, names in ((WHOLE, 5, "thd"), (WHOLE, 5, ""), (WHOLE.transpose(1, 2), 6, ""), (WHOLE[:, :3], 6, "")):
         with pytest.raises(WrongShape, match="expected"):
-            rows("x", "q_after_rope", value, n, (4, 8), ())
+            rows("x", "q_after_rope", value, n, (4, 8), tuple(names))
 
 
 def test_scores_behind_the_last_entry_are_cut_off_only_if_invisible():
