@@ -27,8 +27,8 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",
     "Conversion": "to allow_rounding max_shard resume discard_partial",
-    "Report": "out as_json quiet verbose report verify gate journal waivers fail_on baseline where map.name force account "
-    "audit.budget bisect.budget",
+    "Report": "out as_json quiet verbose report verify gate journal waivers fail_on baseline where map.name force "
+    "account audit.budget bisect.budget",
 }
 EXAMPLES = {
     "": ('dsv4 generate demo --prompt "The lightning indexer"', "dsv4 plan flash --device h100 --gpus 2"),

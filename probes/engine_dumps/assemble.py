@@ -72,10 +72,9 @@ def assemble(pieces: Sequence[Piece], table: Table, config: ModelConfig, wanted:
     maker = _Maker(pieces, routed, config, run)
     for key in sorted(routed.points, key=in_order):
         maker.point(*key)
-    for number, why in run.left_out.items():
-        for i, piece in enumerate(pieces):
-            if piece.step == number and routed.rules.get(i) is not None:
-                routed.fates[i] = f"step {number}: {why}"
+    for i in routed.rules:
+        if (number := pieces[i].step) in run.left_out:
+            routed.fates[i] = f"step {number}: {run.left_out[number]}"
     routed.fates = [fate or f"step {piece.step} is not of the run" for piece, fate in zip(pieces, routed.fates)]
     if not maker.line.capture().points:
         raise EngineDumpError("nothing of the run is a capture point; see what was left out, and --rename FILE.toml")

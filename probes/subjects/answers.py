@@ -108,7 +108,7 @@ def _fitted(
         value, notes[key] = value.unsqueeze(0), "without its batch"
     if not _fits(value.shape, wanted):
         return f"of shape {list(value.shape)}; expected {said[0]}"
-    if value.is_floating_point() == (point == "selection") or value.dtype in (torch.bool, torch.complex64):
+    if value.is_floating_point() == (point == "selection") or value.dtype is torch.bool:
         return f"{value.dtype}; expected {'int64' if point == 'selection' else 'float32'}".replace("torch.", "")
     kind = torch.int64 if point == "selection" else torch.float32
     if value.dtype is not kind or value.device.type != "cpu":

@@ -128,6 +128,7 @@ def test_modules_may_be_called_by_keyword_and_return_tuples():
     [
         (changed((1, "attn_in"), lambda v: v[:, 1:]), r"attn_in of layer 1: of shape \[1, 139, 128\]; expected"),
         (changed((1, "selection"), lambda v: v.float()), "selection of layer 1: float32; expected int64"),
+        (changed((1, "selection"), lambda v: v > 0), "selection of layer 1: bool; expected int64"),
         (changed((2, "streams"), lambda v: v > 0), "streams of layer 2: bool; expected float32"),
         (changed((2, "ffn_out"), lambda v: v.index_fill(1, torch.tensor([3]), float("nan"))), "1 of 140 rows hold NaN"),
         (changed((1, "index_scores"), torch.zeros_like), "entries that a query does not see yet have scores"),
