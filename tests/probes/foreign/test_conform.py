@@ -103,7 +103,15 @@ def test_modules_may_be_called_by_keyword_and_return_tuples():
         def forward(self, positions, hidden_states=None, extra=None):
             return {"out": (hidden_states * 2, None), "other": extra}
 
+    class Odd(torch.nn.Module):
+        def forward(self, *, activations):
+            return activations
+
     seen, x, module = [], torch.ones(2, 3), Module()
+    with Hooks() as hooks:
+        hooks.input(odd := Odd(), seen.append)
+        odd(activations=x)
+    assert seen.pop() is x
     with Hooks() as hooks:
         hooks.input(module, seen.append)
         hooks.input(module, seen.append, "hidden_states")
