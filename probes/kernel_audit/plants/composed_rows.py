@@ -1,6 +1,7 @@
 """Planted faults of compositions that make rows: query heads, latents, index queries, compressor rows and entries."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -284,6 +285,7 @@ PLANTS = (
     *gates("store_rows", STORE),
     *in_place("store_rows", (3,), lower=1),
     *gates("pool_entries", POOL),
-    *common("pool_entries"),
+    # its first argument is the ring of all rows, whose unlisted ones only poison makes visible
+    *(replace(p, clause="poison") if p.clause == "batch" else p for p in common("pool_entries")),
     Plant("rows of no window are multiplied by 0", "pool_entries", "poison", 21, _leak),
 )

@@ -285,7 +285,7 @@ def _scales_of_neighbours(honest):
 PLANTS = (
     *gates("simulate_fp8_blocks", FP8),
     *common("simulate_fp8_blocks"),
-    Plant("one scale for all rows", "simulate_fp8_blocks", "batch", 73, _scales_of_neighbours),
+    Plant("one scale for all rows", "simulate_fp8_blocks", "gate", 73, _scales_of_neighbours),
     *gates("simulate_fp4_blocks", FP4),
     *common("simulate_fp4_blocks"),
     *gates("write_rows", WRITES),
