@@ -9,10 +9,10 @@ import torch
 from dsv4.kernels.contract import Contract
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import WIDTHS
-from dsv4.probes.kernel_audit.adapters import adapter
+from dsv4.probes.kernel_audit.adapters import adapter, conventions
 from dsv4.probes.kernel_audit.clauses import ORDER, clause
 from dsv4.probes.kernel_audit.diagnosis import explained
-from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
+from dsv4.probes.kernel_audit.errors import KernelAuditError, SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.scene import Scene, not_run
 from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
@@ -106,7 +106,13 @@ def audit_kernel(
 def _adapted(spec: SubjectSpec, takes: Callable | None) -> tuple[SubjectSpec, Callable | None]:
     """What an adapter says of itself: its accuracy class where none was asked for, and which cases it takes."""
     if ":" in spec.kernel or spec.kernel.endswith(".json") or spec.kernel in OURS:
-        return spec, takes
+        if spec.convention == "dsv4":
+            return spec, takes
+        if spec.convention not in conventions(spec.operation):
+            known = ", ".join(conventions(spec.operation))
+            raise KernelAuditError(f"--convention is {spec.convention!r}; expected one of {known} for {spec.operation}")
+        found = adapter(spec.convention, spec.operation)
+        return replace(spec, accuracy=spec.accuracy or found.accuracy), takes or found.takes
     found = adapter(spec.kernel, spec.operation)
     return replace(spec, accuracy=spec.accuracy or found.accuracy, convention=found.name), takes or found.takes
 

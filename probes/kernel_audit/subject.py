@@ -74,7 +74,12 @@ def _kernel(spec: SubjectSpec) -> Callable:
     if ":" in spec.kernel:
         from dsv4.kernels.user import load_kernel
 
-        return load_kernel(spec.kernel)
+        function = load_kernel(spec.kernel)
+        if spec.convention == "dsv4":
+            return function
+        from dsv4.probes.kernel_audit.adapters import adapter
+
+        return adapter(spec.convention, spec.operation).convention(function, spec.device)
     adapters = importlib.import_module("dsv4.probes.kernel_audit.adapters")
     return adapters.adapter(spec.kernel, spec.operation).bind(spec.device)
 

@@ -27,6 +27,7 @@ class Adapter:
 
     about: package, version, entry point. make(device) → prepare; it raises NotInstalled. takes(case) → reason or None.
     accuracy: the class that the kernel promises. differs: what its contract promises otherwise, in words.
+    layout(function, device) → prepare, of any function with the published kernel's signature: its convention.
     """
 
     name: str
@@ -36,17 +37,30 @@ class Adapter:
     takes: Callable[[Case], str | None] = lambda case: None
     accuracy: str = ""
     differs: str = ""
+    layout: Callable[[Callable, str], Callable] | None = None
 
     def bind(self, device: str) -> Callable:
         """A function of the contract's arguments; raises NotInstalled."""
-        prepare = self.make(device)
+        return whole_call(self.make(device))
 
-        def function(*arguments):
-            run, finish = prepare(*arguments)
-            return finish(run())
+    def convention(self, function: Callable, device: str) -> Callable:
+        """A user's function of the published signature as one of the contract's arguments."""
+        if self.layout is None:
+            raise KernelAuditError(
+                f"{self.name} has no convention for {self.operation} that other kernels can take; use --convention dsv4"
+            )
+        return whole_call(self.layout(function, device))
 
-        function.prepare = prepare
-        return function
+
+def whole_call(prepare: Callable) -> Callable:
+    """prepare, run and finish as one function, which keeps `prepare` for the benchmark."""
+
+    def function(*arguments):
+        run, finish = prepare(*arguments)
+        return finish(run())
+
+    function.prepare = prepare
+    return function
 
 
 def adapters() -> list[Adapter]:
@@ -65,6 +79,11 @@ def adapter(name: str, operation: str) -> Adapter:
         f"kernel {name!r} is no adapter for {operation}; expected file.py:function, package.module:function, ours, or "
         f"one of: {known}"
     )
+
+
+def conventions(operation: str) -> list[str]:
+    """Names that --convention takes for an operation."""
+    return ["dsv4", *(a.name for a in adapters() if a.operation == operation and a.layout is not None)]
 
 
 def known(operation: str) -> list[tuple[str, bool, str]]:

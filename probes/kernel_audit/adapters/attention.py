@@ -1,5 +1,7 @@
 """FlashMLA and SGLang's Triton kernels for `sparse_attention` and `hca_attention`."""
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -46,38 +48,48 @@ def plain_only(case) -> str | None:
 
 
 def flash_mla(device: str):
-    """flash_mla_with_kvcache(q [N, 1, H, 512], window [pages, 64, 1, 584], None, None, 512, schedule, …,
-    extra_k_cache=…). The schedule is made by the first run after `prepare`, as a server makes it once a step."""
+    """The published kernel; the schedule is made by the first run after `prepare`, as a server makes it once a step."""
     hopper()
     interface = require("flash_mla.flash_mla_interface")
+    use = partial(interface.flash_mla_with_kvcache, use_legacy=True)
+    return in_flash_mla(use, device, lambda: interface.get_mla_metadata()[0])
+
+
+def in_flash_mla(function, device: str, schedule=lambda: None):
+    """function(q [N, 1, H, 512], window [pages, 64, 1, 584], None, None, 512, plan, softmax_scale=, is_fp8_kvcache=,
+    attn_sink=, indices= int32 [N, 1, W], extra_k_cache=, extra_indices_in_kvcache=) → (out [N, 1, H, 512], …)."""
 
     def prepare(q, window, window_index, entries, entry_index, sink, scale, *hints):
         lists = {"indices": listed(window_index)}
         if entries is not None:
             lists |= {"extra_k_cache": cache_view(entries), "extra_indices_in_kvcache": listed(entry_index)}
-        fixed = q.unsqueeze(1), cache_view(window), None, None, D, interface.get_mla_metadata()[0]
-        more = dict(softmax_scale=scale, is_fp8_kvcache=True, attn_sink=sink, use_legacy=True) | lists
-        return lambda: interface.flash_mla_with_kvcache(*fixed, **more)[0], lambda out: out.squeeze(1)
+        fixed = q.unsqueeze(1), cache_view(window), None, None, D, schedule()
+        more = dict(softmax_scale=scale, is_fp8_kvcache=True, attn_sink=sink) | lists
+        return lambda: function(*fixed, **more)[0], lambda out: out.squeeze(1)
 
     return prepare
 
 
 def sglang(device: str):
-    """triton_fp8_attention_fwd(q [N, 1, H, 512], window, 512, scale, indices, sink, entries, indices)."""
+    """The published kernel."""
     at_least(8, 9)
     module = require("sglang.kernels.ops.attention.dsv4.triton_sparse_decode")
+    return in_sglang(module.triton_fp8_attention_fwd, device)
+
+
+def in_sglang(function, device: str):
+    """function(q [N, 1, H, 512], window, 512, scale, indices, sink, entries, indices) → (out, …)."""
 
     def prepare(q, window, window_index, entries, entry_index, sink, scale, *hints):
         more = () if entries is None else (cache_view(entries), listed(entry_index))
         fixed = q.unsqueeze(1), cache_view(window), D, scale, listed(window_index), sink, *more
-        return lambda: module.triton_fp8_attention_fwd(*fixed)[0], lambda out: out.view(q.shape)
+        return lambda: function(*fixed)[0], lambda out: out.view(q.shape)
 
     return prepare
 
 
-def whole(sparse, device: str):
-    """`hca_attention` by a kernel of `sparse_attention`: every visible entry is listed."""
-    attend = sparse(device)
+def whole(attend):
+    """prepare of `hca_attention` by one of `sparse_attention`: every visible entry is listed."""
 
     def prepare(q, window, window_index, entries, visible, sink, scale, *hints):
         B, T, H, _ = q.shape
@@ -113,12 +125,18 @@ def sglang_paged(device: str):
 MLA = "sgl-flash-mla 1.0.0 flash_mla_with_kvcache(use_legacy=True)"
 SGL = "sglang 0.5.23 triton_fp8_attention_fwd"
 ADAPTERS = (
-    Adapter("flash_mla", "sparse_attention", MLA, flash_mla, packed_only),
-    Adapter("sglang", "sparse_attention", SGL, sglang, packed_only),
+    Adapter("flash_mla", "sparse_attention", MLA, flash_mla, packed_only, layout=in_flash_mla),
+    Adapter("sglang", "sparse_attention", SGL, sglang, packed_only, layout=in_sglang),
     Adapter(
         *("sglang-paged", "sparse_attention", "sglang 0.5.23 sparse_attn_v4_paged_decode", sglang_paged, plain_only),
         differs="lists are ragged: the adapter takes −1 out of them, with a wait for the device",
     ),
-    Adapter("flash_mla", "hca_attention", MLA, lambda d: whole(flash_mla, d), packed_only),
-    Adapter("sglang", "hca_attention", SGL, lambda d: whole(sglang, d), packed_only),
+    Adapter(
+        *("flash_mla", "hca_attention", MLA, lambda d: whole(flash_mla(d)), packed_only),
+        layout=lambda f, d: whole(in_flash_mla(f, d)),
+    ),
+    Adapter(
+        *("sglang", "hca_attention", SGL, lambda d: whole(sglang(d)), packed_only),
+        layout=lambda f, d: whole(in_sglang(f, d)),
+    ),
 )

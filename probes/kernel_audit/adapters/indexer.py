@@ -41,19 +41,25 @@ def pages_of(keys: PackedRows, T: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def deep_gemm(device: str):
-    """fp8_fp4_paged_mqa_logits((q E4M3 [N, 1, 64, 128], None), pages [·, 64, 1, 132], weights, lengths [N, 1], table,
-    schedule, n). Each token is a query of its own; what is behind a length is filled with −inf afterwards."""
+    """The published kernel; its schedule is made by `prepare`, as a server makes it once a step."""
     hopper()
     gemm = require("deep_gemm")
+    schedule = lambda lengths: gemm.get_paged_mqa_logits_metadata(lengths, PAGE, processors())
+    return in_deep_gemm(gemm.fp8_fp4_paged_mqa_logits, device, schedule)
+
+
+def in_deep_gemm(function, device: str, schedule=lambda lengths: None):
+    """function((q E4M3 [N, 1, H, 128], None), pages [·, 64, 1, 132], weights [N, H], lengths [N, 1], table, schedule,
+    n) → scores [N, n]. Each token is a query of its own; what is behind a length is filled with −inf afterwards."""
 
     def prepare(q, weights, keys, visible):
         B, T = q.shape[:2]
         codes, scale = in_fp8(q.flatten(0, 1))
         lengths = visible.flatten().int().unsqueeze(1)
         pages, table = pages_of(keys, T)
-        schedule = gemm.get_paged_mqa_logits_metadata(lengths, PAGE, processors())
         fixed = (codes.unsqueeze(1), None), pages.view(-1, PAGE, 1, D + 4), weights.flatten(0, 1) * scale, lengths
-        run = lambda: gemm.fp8_fp4_paged_mqa_logits(*fixed, table, schedule, keys.count)
+        plan = schedule(lengths)
+        run = lambda: function(*fixed, table, plan, keys.count)
         return run, lambda found: behind(found[:, : keys.count].view(B, T, keys.count), visible)
 
     return prepare
@@ -127,13 +133,17 @@ def vllm_per_row(device: str):
 
 
 def flashinfer(device: str):
-    """top_k_ragged_transform(scores, offsets, lengths, k)."""
+    """The published kernel."""
     at_least(8)
-    transform = require("flashinfer.topk").top_k_ragged_transform
+    return in_flashinfer(require("flashinfer.topk").top_k_ragged_transform, device)
+
+
+def in_flashinfer(function, device: str):
+    """function(scores [N, n], offsets int32 [N], lengths int32 [N], k) → int32 [N, k]."""
 
     def select(scores, lengths, k):
         offsets = torch.zeros_like(lengths)
-        return lambda: transform(scores, offsets, lengths, k)
+        return lambda: function(scores, offsets, lengths, k)
 
     return of_rows(select)
 
@@ -165,6 +175,7 @@ ADAPTERS = (
     Adapter(
         *("deep_gemm", "index_scores", "deep_gemm (in vllm 0.33.0) fp8_fp4_paged_mqa_logits", deep_gemm),
         takes=keys_in(RowFormat.INDEX_FP8),
+        layout=in_deep_gemm,
         differs="queries are E4M3; what is behind a length is not defined there, and filled here",
     ),
     Adapter(
@@ -176,6 +187,13 @@ ADAPTERS = (
     Adapter("vllm", "topk_entries", f"{VLLM}cooperative_topk", partial(vllm, "cooperative_topk"), widths, ANY),
     Adapter("vllm-persistent", "topk_entries", f"{VLLM}persistent_topk", partial(vllm, "persistent_topk"), widths, ANY),
     Adapter("vllm-per-row", "topk_entries", f"{VLLM}top_k_per_row_decode", vllm_per_row, accuracy=ANY),
-    Adapter("flashinfer", "topk_entries", "flashinfer 0.7.2 top_k_ragged_transform", flashinfer, accuracy=ANY),
+    Adapter(
+        "flashinfer",
+        "topk_entries",
+        "flashinfer 0.7.2 top_k_ragged_transform",
+        flashinfer,
+        accuracy=ANY,
+        layout=in_flashinfer,
+    ),
     Adapter("torch", "topk_entries", "torch.topk", torch_topk, accuracy=ANY),
 )
