@@ -1,0 +1,1 @@
+"""Contracts as files of the FlashInfer-Trace schema: definitions, workloads, data sets."""
