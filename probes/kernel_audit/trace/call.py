@@ -151,8 +151,13 @@ class Call:
         """`dsv4_<operation>_<format>_<const axes>`."""
         const = [(axis, size) for axis, size in self.sizes.items() if axis not in self.variable]
         const = [(a, n) for a, n in const if not DERIVED.fullmatch(a) and not (a.endswith("_matrices") and n == 1)]
-        words = [f"{SHORT.get(a.removeprefix('num_'), SHORT.get(a, a.replace('_', '')))}{n}" for a, n in const]
+        words = [f"{short(axis)}{n}" for axis, n in const]
         return "_".join((f"dsv4_{self.contract.operation}_{self.format}", *words))
+
+
+def short(axis: str) -> str:
+    """'num_heads' → 'h'; an axis without an abbreviation is its name without underscores."""
+    return SHORT.get(axis) or SHORT.get(axis.removeprefix("num_")) or axis.replace("_", "")
 
 
 def extents_of(contract: Contract, results) -> Callable[[str, str], int | None]:
