@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from dsv4.kernels.widths import Widths
 from dsv4.probes.kernel_audit.acceptance import truth_of
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.trace.definitions import Exported, Exporter, in_dialect
+from dsv4.probes.kernel_audit.trace.traces import traces_of
 from dsv4.probes.kernel_audit.trace.workloads import save_tensors, tolerance, uuid_of, workload
 
 AUTHOR = "dsv4"
@@ -20,10 +21,12 @@ AUTHOR = "dsv4"
 
 @dataclass
 class Written:
-    """What a data set holds: definition → number of workloads; operation → why cases are not in it → how many."""
+    """What a data set holds: definition → number of workloads; operation → why cases are not in it → how many; number
+    of traces."""
 
     definitions: dict[str, int] = field(default_factory=dict)
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    traces: int = 0
 
 
 def write_dataset(
@@ -33,11 +36,13 @@ def write_dataset(
     dialect: str = "fib",
     seed: int = 0,
     said: Callable[[str], None] = lambda _: None,
+    reports: Sequence[dict] = (),
 ) -> Written:
     """Write a new folder `out`. It is made beside its place and renamed, so that no reader sees a part of it.
 
-    dialect: 'fib' or 'sol'. said: told each operation as it begins. Raises KernelAuditError where the folder is there
-    already or cannot be written.
+    dialect: 'fib' or 'sol'. said: told each operation as it begins. reports: of kernel audits with the same widths and
+    seed, whose findings become traces (fib). Raises KernelAuditError where the folder is there already or cannot be
+    written.
     """
     if out.exists():
         raise KernelAuditError(f"{out} is there already; expected the name of a new folder")
@@ -49,7 +54,7 @@ def write_dataset(
         try:
             for contract in contracts:
                 said(contract.operation)
-                _operation(partial, Exporter(contract, widths, seed), dialect, made)
+                _operation(partial, Exporter(contract, widths, seed), dialect, made, reports)
             os.rename(partial, out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -59,14 +64,16 @@ def write_dataset(
     return made
 
 
-def _operation(root: Path, exporter: Exporter, dialect: str, made: Written) -> None:
-    write = {"fib": _fib, "sol": _sol}[dialect]
+def _operation(root: Path, exporter: Exporter, dialect: str, made: Written, reports: Sequence[dict]) -> None:
     for exported in exporter.cases():
         name = exported.call.name
         number = made.definitions.get(name, 0)
         if not number:
             _definition(root, exported, dialect)
-        write(root, exported, uuid_of(exported, number))
+        if dialect == "fib":
+            made.traces += _fib(root, exported, uuid_of(exported, number), reports)
+        else:
+            _sol(root, exported, uuid_of(exported, number))
         made.definitions[name] = number + 1
     if exporter.skipped:
         made.skipped[exporter.contract.operation] = dict(exporter.skipped)
@@ -85,12 +92,17 @@ def _definition(root: Path, exported: Exported, dialect: str) -> None:
     (root / name / "reference.py").write_text(made["reference"], encoding="utf-8")
 
 
-def _fib(root: Path, exported: Exported, uuid: str) -> None:
+def _fib(root: Path, exported: Exported, uuid: str, reports: Sequence[dict]) -> int:
     name, kind = exported.call.name, exported.definition["op_type"]
     path = f"blob/workloads/{kind}/{name}/{uuid}.safetensors"
     save_tensors(exported, root / path)
-    line = {"definition": name, "workload": workload(exported, uuid, path), "solution": None, "evaluation": None}
+    asked = workload(exported, uuid, path)
+    line = {"definition": name, "workload": asked, "solution": None, "evaluation": None}
     _line(root / "workloads" / kind / f"{name}.jsonl", line)
+    found = traces_of(exported, asked, reports)
+    for trace in found:
+        _line(root / "traces" / AUTHOR / kind / f"{name}.jsonl", trace)
+    return len(found)
 
 
 def _sol(root: Path, exported: Exported, uuid: str) -> None:
