@@ -12,7 +12,7 @@ from dsv4.kernels.contract import Contract, Output, tensors
 from dsv4.probes.kernel_audit.trace.encoding import DTYPES, NotExpressible, Part, Slot, slot_of
 
 VARIABLE = frozenset(  # axes whose extent a kernel must take as it comes; others are fixed by the model
-    "batch tokens rows num_tokens num_rows num_queries num_entries num_slots windows requests positions".split()
+    "batch tokens rows slots num_tokens num_rows num_entries windows ring_rows listed".split()
 )
 SHORT = {
     **dict(num_heads="h", head_dim="d", window_rows="w", topk="k", index_heads="h", index_dim="d", hidden="h"),
@@ -55,10 +55,10 @@ class Call:
         self.sizes: dict[str, int] = {}
         self.renamed: dict[str, str] = {}
         self.parts = [self._named(part) for slot in self.slots for part in slot.parts]
-        for output in contract.outputs:
-            if output.argument is not None and contract.arguments[output.argument].dtype != "activation":
-                where = contract.arguments[output.argument].name
-                raise NotExpressible(f"it writes its argument {where} in place, and the schema has no state")
+        written = [contract.arguments[number] for number in contract.written]
+        if written and (len(contract.outputs) > 1 or written[0].dtype != "activation"):
+            names = ", ".join(argument.name for argument in written)
+            raise NotExpressible(f"it writes {names} in place, and the schema has no state")
         self.results = [self._result(output) for output in contract.outputs]
 
     def _axis(self, axis: str, prefix: str, extent: int) -> str:
@@ -150,6 +150,8 @@ class Call:
     def name(self) -> str:
         """`dsv4_<operation>_<format>_<const axes>`."""
         const = [(axis, size) for axis, size in self.sizes.items() if axis not in self.variable]
+        halves = [(a.removesuffix("_bytes"), 2 * n) for a, n in const if a.endswith("_bytes") and a != "page_bytes"]
+        const += [(a, n) for a, n in halves if a not in self.sizes]  # of E2M1 pairs, where no other input has the axis
         const = [(a, n) for a, n in const if not DERIVED.fullmatch(a) and not (a.endswith("_matrices") and n == 1)]
         words = [f"{short(axis)}{n}" for axis, n in const]
         return "_".join((f"dsv4_{self.contract.operation}_{self.format}", *words))

@@ -178,6 +178,9 @@ def test_weights_travel_as_codes_and_scales():
         "w_scale": ("int8", ["out_features", "in_features_blocks"]),
     }
     assert list(cases[3].definition["inputs"]) == ["x", "w", "w_scale", "w_global_scale", "simulate"]
+    alone = replace(contract.arguments[0], shape=("num_tokens", "other"))  # no input has in_features but as pairs
+    exporter = Exporter(replace(contract, arguments=(alone, *contract.arguments[1:])), SMALL)
+    assert [one.call.name for one in exporter.cases()][2] == "dsv4_linear_mxfp4_other256_n128_k256"
 
 
 def test_what_cannot_be_said_is_counted_with_a_reason():
@@ -190,8 +193,8 @@ def test_what_cannot_be_said_is_counted_with_a_reason():
         (reason,) = exporter.skipped
         return reason
 
-    written = replace(contract.outputs[0], argument=1)
-    assert why(outputs=(written,)) == "it writes its argument w in place, and the schema has no state"
+    over = lambda number: (replace(contract.outputs[0], argument=number),)
+    assert why(outputs=over(1)) == "it writes w in place, and the schema has no state"
     x, w, _ = next(iter(contract.cases(SMALL, draw))).arguments
     cases = lambda *arguments: lambda widths, draw: [Case("", "random", arguments)]
     assert why(cases=cases(x.double(), w, False)) == "input x is float64, which the schema does not have"
