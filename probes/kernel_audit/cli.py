@@ -11,6 +11,7 @@ import typer
 from dsv4.errors import InputError
 from dsv4.options import choice
 from dsv4.probes.console import Json, folder
+from dsv4.probes.kernel_audit.listing import export, list_kernels, show
 from dsv4.terminal import errors, print_json, wide
 
 SHAPES = ("small", "flash", "pro")
@@ -20,6 +21,9 @@ CLAUSE_NAMES = (
 )
 
 kernel_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+for name, function in {"list": list_kernels, "show": show, "export": export}.items():
+    kernel_app.command(name)(function)
 
 Operation = Annotated[str, typer.Argument(help="Operation, as `dsv4 kernel list` names it.", show_default=False)]
 Shapes = Annotated[str, choice(SHAPES, "Widths of the model.")]
