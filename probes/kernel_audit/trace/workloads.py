@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from dsv4.kernels.contract import BITS, CODES, SET
-from dsv4.probes.kernel_audit.acceptance import CODES_SHARE, CODES_STEP, NARROW, WIDE, Truth
+from dsv4.probes.kernel_audit.acceptance import CODES_SHARE, NARROW, WIDE, Truth
 from dsv4.probes.kernel_audit.trace.definitions import Exported
+
+FP4_STEP = 0.34  # one code of FP4 is at most a third of the largest value of its block
 
 
 def uuid_of(exported: Exported, number: int) -> str:
@@ -59,7 +61,7 @@ def _of(rule: str, exact: torch.Tensor, honest: torch.Tensor) -> dict:
     top, size = exact.abs().amax().item(), exact.square().mean().sqrt().item()
     if rule == CODES:
         spec |= {"max_atol": 1e-5 * size, "max_rtol": 1e-5}
-        return spec | {"required_matched_ratio": 1 - CODES_SHARE, "max_error_cap": CODES_STEP * top}
+        return spec | {"required_matched_ratio": 1 - CODES_SHARE, "max_error_cap": FP4_STEP * top}
     factor, half = NARROW if honest.element_size() < 4 else WIDE, torch.finfo(honest.dtype).eps / 2
     beside = ((found - exact).abs() - half * exact.abs()).clamp(min=0).amax().item()
     atol, rtol = factor * max(beside, half * size), factor * half
