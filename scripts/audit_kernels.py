@@ -3,22 +3,30 @@
     PEERS=/tmp/peers python -m scripts.audit_kernels --device cuda --shapes flash --out audits/kernels
 
 Writes OUT/<operation>/<kernel>/<device>/audit.md and .json, and prints one line a kernel. A kernel that is not here is
-named with the reason."""
+named with the reason. With --bench, the kernels of each operation are timed beside each other instead, ours first, one
+operation after another: OUT/<operation>/bench/<device>/bench.md and .json.
+
+Checks that passed are left out of the JSON unless --whole is given. `scripts/kernel_table.py` makes one table of all
+reports."""
 
 import argparse
+import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsv4.kernels.contracts import contracts
-from dsv4.probes.kernel_audit.adapters import adapters
+from dsv4.probes.kernel_audit import bench_document
+from dsv4.probes.kernel_audit.adapters import adapters, known
 from dsv4.probes.kernel_audit.audit import audit_kernel
+from dsv4.probes.kernel_audit.bench import bench_kernels
 from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.provenance import called, command_line, date
 from dsv4.probes.report import write_files
+from scripts.kernel_table import OURS, thinned
 
 
 def jobs_of(arguments) -> list[tuple[str, str]]:
@@ -44,12 +52,42 @@ def one(job: tuple[str, str], arguments) -> str:
         return f"BROKEN {operation} · {kernel}: {type(error).__name__}: {error}"
     report = document(found, command_line(called(sys.argv)), date(started))
     folder = Path(arguments.out) / operation / kernel / arguments.place
-    write_files(folder, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(report)})
+    kept = report if arguments.whole else thinned(report)
+    write_files(folder, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(kept)})
     lines = [f"{headline(report)} ({found.seconds:.0f} s, {len(found.skipped)} cases not taken)"]
     return "\n".join(lines + [f"    {told(c)[:260]}" for c in found.findings[: arguments.show]])
 
 
-def main() -> None:
+def bench_one(operation: str, arguments) -> str:
+    """Time the kernels of one operation and write the report; the lines to print."""
+    started, missing = time.time(), []
+    try:
+        kernels = [OURS]
+        for name, here, about in known(operation):
+            if arguments.kernel and name not in arguments.kernel:
+                continue
+            if here:
+                kernels.append(name)
+            else:
+                missing.append(f"NOT RUN {operation} · {name}: {about}")
+        if len(kernels) == 1 and not (arguments.kernel and OURS in arguments.kernel):
+            return "\n".join((*missing, f"NOT RUN {operation}: no other kernel is here"))
+        about = operation, kernels, arguments.shapes, arguments.device, arguments.seed, arguments.replays
+        rows, found, verdicts = bench_kernels(*about)
+    except KernelAuditError as error:
+        return f"NOT RUN {operation}: {error}"
+    except Exception as error:  # a fault of one benchmark must not end the others
+        return f"BROKEN {operation}: {type(error).__name__}: {error}"
+    how = command_line(called(sys.argv)), date(started), arguments.seed, arguments.device
+    report = bench_document.document(operation, arguments.shapes, rows, found, verdicts, *how)
+    folder = Path(arguments.out) / operation / "bench" / arguments.place
+    whole = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    write_files(folder, {"bench.md": bench_document.markdown(report), "bench.json": whole})
+    return "\n".join((*missing, f"{operation} ({time.time() - started:.0f} s)", *bench_document.lines(report)))
+
+
+def parsed(given: list[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--operation", action="append", help="only this one; may be given several times")
     parser.add_argument("--kernel", action="append", help="only this one; may be given several times")
@@ -62,8 +100,19 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds of one answer")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--show", type=int, default=3, help="findings that are printed of each")
+    parser.add_argument("--bench", action="store_true", help="time the kernels instead")
+    parser.add_argument("--replays", type=int, default=30, help="of each kernel on each row of a benchmark")
+    parser.add_argument("--whole", action="store_true", help="write checks that passed to the JSON too")
     parser.add_argument("--out", required=True)
-    arguments = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> None:
+    arguments = parsed(given)
+    if arguments.bench:
+        for operation in arguments.operation or sorted({a.operation for a in adapters()}):
+            print(bench_one(operation, arguments), flush=True)
+        return
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for line in pool.map(lambda job: one(job, arguments), jobs_of(arguments)):
             print(line, flush=True)

@@ -13,7 +13,7 @@ from dsv4.kernels.contract import Case
 from dsv4.probes.kernel_audit.adapters.installed import NotInstalled
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
-FILES = ("attention", "indexer")
+FILES = ("attention", "indexer", "selection", "hyper_connections", "experts", "router", "linear", "small")
 
 
 def as_it_is(result):

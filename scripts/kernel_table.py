@@ -1,0 +1,162 @@
+"""Writes the table of published kernels from the reports of `scripts/audit_kernels.py`.
+
+    python -m scripts.kernel_table                      # prints the table of audits/kernels/*/*/*/{audit,bench}.json
+    python -m scripts.kernel_table FILE.json …          # of these reports
+    python -m scripts.kernel_table --into docs/kernels_of_others.md   # between the two marks of that page
+    python -m scripts.kernel_table --register           # adds entries of new reports to audits/index.json
+
+A report of an audit is a row; reports of benchmarks give the last column: time of ours over the kernel's, with its 95 %
+interval, of the first and the last row that both have a time in.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from dsv4.kernels.contracts import FOLDERS
+from dsv4.probes.kernel_audit.adapters import adapters
+
+AUDITS = Path(__file__).resolve().parents[1] / "audits"
+OURS = "ours"
+COLUMNS = ("operation", "kernel", "version", "verdict", "worst, × limit", "accuracy", "findings", "speed, × ours")
+BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
+FOUND = ("FAIL", "ERROR")
+MOST, LONGEST = 3, 160  # findings of a row, and letters of one
+KEPT = 40  # checks of a thinned report
+THINNED = "checks that passed, and findings after the first 40, are left out; `clauses` counts all of them"
+
+
+def thinned(report: dict) -> dict:
+    """An audit's report without the checks that passed, small enough to be committed."""
+    checks = [c for c in report["checks"] if c["status"].upper() in (*FOUND, "VACUOUS") or c["name"] == "not run"]
+    return report | {"thinned": THINNED, "checks": checks[:KEPT]}
+
+
+def about_kernels() -> dict[tuple[str, str], tuple[str, str]]:
+    """(operation, kernel) → (version and entry point, what its contract promises otherwise)."""
+    return {(a.operation, a.name): (a.about, a.differs) for a in adapters()}
+
+
+def cell(text) -> str:
+    """Text inside a cell."""
+    return " ".join(str(text).split()).replace("|", "\\|")
+
+
+def worst(report: dict) -> str:
+    """'0.41', or '37 (edges)' with the clause of the largest error."""
+    found = [(row["worst"], row["clause"]) for row in report["clauses"] if row["worst"] is not None]
+    if not found:
+        return ""
+    number, clause = max(found)
+    return f"{number:.3g} ({clause})"
+
+
+def findings(report: dict) -> str:
+    """Different findings in words, the first few with where they lie."""
+    bad = [c for c in report["checks"] if c["status"].upper() in FOUND and c["name"] != "not run"]
+    first = {(c.get("part", ""), c["name"]): c for c in reversed(bad)}
+    lines = [f"{part}: {name}; {check.get('where', '')}"[:LONGEST] for (part, name), check in reversed(first.items())]
+    more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+    refused = [f"{len(report['skipped'])} cases not taken"] if report.get("skipped") else []
+    return "; ".join((*lines[:MOST], *more, *refused))
+
+
+def speeds(benches: list[dict]) -> dict[tuple[str, str], str]:
+    """(operation, kernel) → '1.21 [1.19, 1.23] (32 rows)' of the first and the last row that has a time."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for bench in benches:
+        for row in bench["rows"]:
+            for time in row["times"]:
+                if time["ratio"] is not None and time["verdict"] == "right":
+                    ratio, low, high = time["ratio"]
+                    told = f"{ratio:.2f} [{low:.2f}, {high:.2f}] ({row['label']})"
+                    found.setdefault((bench["operation"], time["kernel"]), []).append(told)
+    return {key: "; ".join(dict.fromkeys((told[0], told[-1]))) for key, told in found.items()}
+
+
+def row_of(report: dict, about: dict, speed: dict) -> tuple[str, ...]:
+    """The cells of one audited kernel."""
+    key = report["operation"], report["kernel"]
+    version, differs = about.get(key, (f"dsv4 {report['about']['commit'][:7]}" if key[1] == OURS else "", ""))
+    words = "; ".join(filter(None, (findings(report), differs)))
+    return (
+        *(f"`{key[0]}`", key[1], version, report["verdict"], worst(report), report["accuracy"], words),
+        "1" if key[1] == OURS else speed.get(key, ""),
+    )
+
+
+def table(reports: list[dict]) -> str:
+    """One table of audits and benchmarks, ours before the others of each operation."""
+    benches, about = [r for r in reports if "rows" in r], about_kernels()
+    audits = sorted(
+        (r for r in reports if "clauses" in r), key=lambda r: (r["operation"], r["kernel"] != OURS, r["kernel"])
+    )
+    speed = speeds(benches)
+    line = lambda cells: f"| {' | '.join(map(cell, cells))} |"
+    lines = [line(COLUMNS), "|" + "---|" * len(COLUMNS), *(line(row_of(r, about, speed)) for r in audits)]
+    return "\n".join(lines) + "\n"
+
+
+def put_into(page: Path, text: str) -> None:
+    """Replace what lies between the page's two marks. Raises SystemExit where it has none."""
+    before, mark, rest = page.read_text().partition(BEGIN)
+    old, end, after = rest.partition(END)
+    if not mark or not end:
+        raise SystemExit(f"{page.name} has no lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+
+
+def folder_of(operation: str) -> str:
+    """The folder of kernels/ whose contract the operation has."""
+    for folder in FOLDERS:
+        module = importlib.import_module(f"dsv4.kernels.{folder}.contract")
+        if any(c.operation == operation for c in module.CONTRACTS):
+            return folder
+    raise SystemExit(f"operation {operation!r} has no contract")
+
+
+def register(audits: Path) -> list[str]:
+    """Entries of reports that audits/index.json has not yet; their beginnings."""
+    path, new = audits / "index.json", []
+    entries = json.loads(path.read_text())
+    for file in reports_of(audits):
+        key = file.relative_to(audits).with_suffix("").as_posix()
+        if key in entries:
+            continue
+        report = json.loads(file.read_text())
+        operation = report["operation"]
+        shows = f"kernels of `{operation}` beside each other, each after its audit"
+        if "clauses" in report:
+            shows = f"audit of {report['kernel']} for `{operation}`: {report['verdict']}"
+        measures = [f"kernels/{folder_of(operation)}", "probes/kernel_audit"]
+        entries[key] = {"shows": shows, "measures": measures}
+        new.append(key)
+    path.write_text(json.dumps(dict(sorted(entries.items())), indent=1, ensure_ascii=False) + "\n")
+    return new
+
+
+def reports_of(audits: Path) -> list[Path]:
+    """Reports of kernels that lie in audits/kernels/<operation>/<kernel or bench>/<device>/."""
+    return sorted(f for f in audits.glob("kernels/*/*/*/*.json") if f.name in ("audit.json", "bench.json"))
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--into", type=Path, help="a page with the two marks")
+    parser.add_argument("--register", action="store_true")
+    options = parser.parse_args(given)
+    if options.register:
+        print("\n".join(register(AUDITS)))
+        return
+    text = table([json.loads(f.read_text()) for f in options.files or reports_of(AUDITS)])
+    if options.into:
+        put_into(options.into, text)
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
