@@ -24,14 +24,19 @@ COLUMNS = ("operation", "kernel", "version", "verdict", "worst, × limit", "accu
 BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 FOUND = ("FAIL", "ERROR")
 MOST, LONGEST = 3, 160  # findings of a row, and letters of one
-KEPT = 40  # checks of a thinned report
-THINNED = "checks that passed, and findings after the first 40, are left out; `clauses` counts all of them"
+KEPT = 12  # checks of a thinned report
+THINNED = (
+    f"checks that passed and findings after the first {KEPT} are left out, which `clauses` counts; of `skipped` one "
+    "case a reason is left, and `skipped_cases` counts all"
+)
 
 
 def thinned(report: dict) -> dict:
     """An audit's report without the checks that passed, small enough to be committed."""
     checks = [c for c in report["checks"] if c["status"].upper() in (*FOUND, "VACUOUS") or c["name"] == "not run"]
-    return report | {"thinned": THINNED, "checks": checks[:KEPT]}
+    skipped = {why: case for case, why in reversed(report["skipped"].items())}
+    kept = {"checks": checks[:KEPT], "skipped": {case: why for why, case in skipped.items()}}
+    return report | kept | {"thinned": THINNED, "skipped_cases": len(report["skipped"])}
 
 
 def about_kernels() -> dict[tuple[str, str], tuple[str, str]]:
@@ -59,7 +64,8 @@ def findings(report: dict) -> str:
     first = {(c.get("part", ""), c["name"]): c for c in reversed(bad)}
     lines = [f"{part}: {name}; {check.get('where', '')}"[:LONGEST] for (part, name), check in reversed(first.items())]
     more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
-    refused = [f"{len(report['skipped'])} cases not taken"] if report.get("skipped") else []
+    count = report.get("skipped_cases", len(report["skipped"]))
+    refused = [f"{count} cases not taken"] if count else []
     return "; ".join((*lines[:MOST], *more, *refused))
 
 
@@ -133,8 +139,14 @@ def register(audits: Path) -> list[str]:
         measures = [f"kernels/{folder_of(operation)}", "probes/kernel_audit"]
         entries[key] = {"shows": shows, "measures": measures}
         new.append(key)
-    path.write_text(json.dumps(dict(sorted(entries.items())), indent=1, ensure_ascii=False) + "\n")
+    path.write_text(written(entries))
     return new
+
+
+def written(entries: dict[str, dict]) -> str:
+    """audits/index.json: one line an entry, in order."""
+    text = lambda value: json.dumps(value, ensure_ascii=False)
+    return "{\n" + ",\n".join(f" {text(key)}: {text(entries[key])}" for key in sorted(entries)) + "\n}\n"
 
 
 def reports_of(audits: Path) -> list[Path]:

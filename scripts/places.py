@@ -3,8 +3,8 @@
     python -m scripts.places KIND SUBJECT [DEVICE]     # prints the folder; DEVICE: as found, if it is not given
 
 kind: what was measured (kernels, decode, speculation, recall …). subject: of what: a checkpoint's name, the name of a
-published geometry, or `all`; for audits of kernels two folders, <operation>/<kernel>. device: cpu, h100, h200 …. File names stay whole, so that a file which was copied out of
-its folder still says what it is.
+published geometry, or `all`; for audits of kernels two folders, <operation>/<kernel>. device: cpu, h100, h200 …. File
+names stay whole, so that a file which was copied out of its folder still says what it is.
 """
 
 import re
