@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dsv4.kernels.contracts import contracts
 from dsv4.probes.kernel_audit import bench_document
-from dsv4.probes.kernel_audit.adapters import adapters, known
+from dsv4.probes.kernel_audit.adapters import Adapter, adapters
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.bench import bench_kernels
 from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
@@ -58,18 +58,29 @@ def one(job: tuple[str, str], arguments) -> str:
     return "\n".join(lines + [f"    {told(c)[:260]}" for c in found.findings[: arguments.show]])
 
 
+def missing_here(found: Adapter, device: str) -> str:
+    """Why a published kernel cannot be called here, in one line; '' if it can."""
+    try:
+        found.bind(device)
+    except Exception as error:  # a peer may fail at its import in any way
+        named = "" if isinstance(error, KernelAuditError) else f"{type(error).__name__}: "
+        return f"{found.about}: not here: {named}{' '.join(str(error).split())[:160]}"
+    return ""
+
+
 def bench_one(operation: str, arguments) -> str:
     """Time the kernels of one operation and write the report; the lines to print."""
     started, missing = time.time(), []
     try:
         kernels = [OURS]
-        for name, here, about in known(operation):
-            if arguments.kernel and name not in arguments.kernel:
+        for found in adapters():
+            if found.operation != operation or (arguments.kernel and found.name not in arguments.kernel):
                 continue
-            if here:
-                kernels.append(name)
+            why = missing_here(found, arguments.device)
+            if why:
+                missing.append(f"NOT RUN {operation} · {found.name}: {why}")
             else:
-                missing.append(f"NOT RUN {operation} · {name}: {about}")
+                kernels.append(found.name)
         if len(kernels) == 1 and not (arguments.kernel and OURS in arguments.kernel):
             return "\n".join((*missing, f"NOT RUN {operation}: no other kernel is here"))
         about = operation, kernels, arguments.shapes, arguments.device, arguments.seed, arguments.replays
