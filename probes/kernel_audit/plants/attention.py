@@ -99,7 +99,7 @@ def _gathers_absent(honest):
 
 
 GATE = {  # name → (entry of the catalogue, make)
-    "the sink is ignored": (41, _changed(sink=lambda a: torch.full_like(a["sink"], -1e6))),
+    "the sink is ignored": (41, _changed(sink=lambda a: torch.full_like(a["sink"], -1e38))),
     "the sink is counted twice": (42, _changed(sink=lambda a: a["sink"] + math.log(2))),
     "the sink is in log2 units": (43, _changed(sink=lambda a: a["sink"] * math.log(2))),
     "the scale is applied to the sink": (43, _changed(sink=lambda a: a["sink"] * a["scale"])),
