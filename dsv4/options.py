@@ -19,12 +19,13 @@ DUMMIES = ("flash", "pro", "llama-8b", "qwen2.5-7b")
 
 
 def choice(names: tuple[str, ...], about: str, **more):
-    """An option that takes one of `names`. Another value raises InputError with one line that lists them; the help and
-    the shell's completion list them too."""
+    """An option that takes one of `names`, or a list of them where it may be given several times. Another value raises
+    InputError with one line that lists them; the help and the shell's completion list them too."""
 
-    def check(param: typer.CallbackParam, value: str | None) -> str | None:
-        if value is not None and value not in names:
-            raise InputError(f"{param.opts[0]} takes {', '.join(names[:-1])} or {names[-1]}; got {brief(value)!r}")
+    def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one not in names:
+                raise InputError(f"{param.opts[0]} takes {', '.join(names[:-1])} or {names[-1]}; got {brief(one)!r}")
         return value
 
     return typer.Option(

@@ -111,7 +111,7 @@ def _available(device: str) -> None:
 
 
 def _progress(count: int):
-    """A context: said(clause) draws where stderr is a terminal, and prints a line elsewhere."""
+    """A context: said(clause) draws where stderr is a terminal, and shows nothing elsewhere."""
     from contextlib import contextmanager
 
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -119,7 +119,8 @@ def _progress(count: int):
     @contextmanager
     def shown():
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+        how = dict(transient=True, redirect_stdout=False, redirect_stderr=False, disable=not errors.is_terminal)
+        with Progress(*columns, console=errors, **how) as bar:
             task = bar.add_task("loading", total=count)
             begun = 0
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from dsv4.errors import Dsv4Error
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 
@@ -58,7 +59,10 @@ def serve(connection, spec: SubjectSpec, threads: int) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """Type, first line and the innermost place in the subject's own code."""
+    """Type, first line and the innermost place in the subject's own code; an error of dsv4's says itself what it is
+    about."""
+    if isinstance(error, Dsv4Error):
+        return (str(error).splitlines() or [""])[0]
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "kernel_audit" not in f.filename and "/torch/" not in f.filename]
     place = f" at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
@@ -84,8 +88,9 @@ class Worker:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["dsv4.probes.kernel_audit.harness", "dsv4.probes.kernel_audit.preload"])
         self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, self.spec, self.threads), daemon=True)
-        self.process.start()
+        process = context.Process(target=serve, args=(other, self.spec, self.threads), daemon=True)
+        process.start()
+        self.process = process
         other.close()
         self._answer(START_LIMIT)
 

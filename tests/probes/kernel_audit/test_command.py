@@ -1,0 +1,105 @@
+"""`dsv4 kernel audit` on the command line: exit codes, files, JSON, options, one line an error."""
+
+import json
+from multiprocessing import forkserver
+
+import pytest
+
+from tests.probes.kernel_audit.kernels import written
+from tests.terminal import in_terminal
+
+GATE = ("--clause", "gate", "--seed", 1)
+
+
+@pytest.fixture
+def audit(command_line, tmp_path):
+    """Function: audit a kernel of the file → (exit code, stdout, stderr)."""
+    path = written(tmp_path)
+    return lambda name, *more: command_line("kernel", "audit", "rms_norm", "--kernel", f"{path}:{name}", *more)
+
+
+@pytest.fixture
+def terminal(tmp_path):
+    """Function: run the command in a forked process, which starts a fork server of its own."""
+    forkserver._forkserver._stop()  # a forked process cannot wait for its parent's
+    return lambda *words, **how: in_terminal(*words, folder=tmp_path, **how)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name,code,verdict", [("good", 0, "PASS"), ("wrong", 1, "FAIL"), ("exits", 2, "ERROR")])
+def test_exit_codes_and_files(audit, tmp_path, name, code, verdict):
+    folder = tmp_path / "found"
+    found, out, err = audit(name, *GATE, "--out", folder)
+    report = json.loads((folder / "audit.json").read_text())
+    assert found == code and report["verdict"].startswith(verdict)
+    assert sorted(f.name for f in folder.iterdir()) == ["audit.json", "audit.md"]
+    assert (folder / "audit.md").read_text().startswith(f"# {report['verdict']} rms_norm")
+    assert out.strip().startswith(f"{report['verdict']} rms_norm") and "Traceback" not in out + err
+
+
+def test_json_is_one_document_and_a_seed_repeats_it(audit):
+    reports = []
+    for _ in range(2):
+        code, out, _ = audit("wrong", *GATE, "--json")
+        report = json.loads(out)
+        assert code == 1 and report["seed"] == 1
+        reports.append({k: v for k, v in report.items() if k != "about"})
+    assert reports[0] == reports[1]
+
+
+def test_clauses_that_were_not_asked_for_are_not_run(audit):
+    _, out, _ = audit("good", "--clause", "inputs", "--clause", "empty", "--seed", 1, "--json")
+    rows = json.loads(out)["clauses"]
+    assert [r["clause"] for r in rows if r["checks"]] == ["gate", "inputs", "empty"]
+    assert next(r for r in rows if r["clause"] == "layout")["not_run"] == "not asked for"
+
+
+def test_clauses_beyond_the_budget_are_said_to_be_not_run(audit):
+    code, out, _ = audit("good", "--budget", "0.001s", "--seed", 1)
+    assert code == 1 and "VACUOUS rms_norm" in out
+    assert "NOT RUN: the budget of 0 s was spent" in out
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "words,said",
+    [
+        (("nope", "--kernel", "reference"), "operation 'nope' has no contract"),
+        (("rms_norm", "--kernel", "nope.py:f"), "nope.py"),
+        (("rms_norm", "--kernel", "nope"), "kernel 'nope' is no adapter for rms_norm"),
+        (("rms_norm", "--kernel", "reference", "--accuracy", "fp4"), "no accuracy class 'fp4'; expected one of fp32"),
+        (("rms_norm", "--kernel", "reference", "--device", "tpu"), "--device is 'tpu'; expected cpu, cuda or cuda:N"),
+        (("rms_norm", "--kernel", "reference", "--clause", "tea"), "--clause takes gate, poison"),
+    ],
+)
+def test_a_wrong_word_is_one_line_and_nothing_is_written(command_line, tmp_path, words, said):
+    folder = tmp_path / "found"
+    code, out, err = command_line("kernel", "audit", *words, "--out", folder)
+    assert code == 2 and not out.strip()
+    assert said in err and err.startswith("error: ") and err.count("\n") == 1
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_a_terminal_shows_what_a_file_gets(terminal, tmp_path):
+    words = ("kernel", "audit", "rms_norm", "--kernel", f"{written(tmp_path)}:wrong", *GATE)
+    shown = terminal(*words)
+    piped = terminal(*words, out=False, err=False)
+    assert shown.code == piped.code == 1
+    assert "FAIL rms_norm" in shown.shown and "FAIL rms_norm" in piped.out
+    assert "\x1b" not in piped.out + piped.err and "Traceback" not in shown.shown + piped.err
+
+
+def test_an_interrupted_audit_ends_without_a_traceback_and_writes_nothing(terminal, tmp_path):
+    words = (
+        "kernel",
+        "audit",
+        "rms_norm",
+        "--kernel",
+        f"{written(tmp_path)}:hangs",
+        *GATE,
+        "--out",
+        tmp_path / "found",
+    )
+    done = terminal(*words, interrupt="gate")
+    assert done.code == 130 and "Traceback" not in done.shown
+    assert not (tmp_path / "found").exists() or not list((tmp_path / "found").iterdir())
