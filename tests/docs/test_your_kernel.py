@@ -1,4 +1,4 @@
-"""docs/your_kernel.md: its kernel is audited as it stands there, and its bug is named; the clauses of docs/kernel.md."""
+"""docs/your_kernel.md: its kernel is audited as it stands there, and its bug is named. docs/kernel.md: its clauses."""
 
 import json
 import re

@@ -134,6 +134,9 @@ def test_of_equal_scores_any_may_be_chosen_in_that_class_alone():
     assert ties.judge([other]).ratio <= 1
     for wrong in ([[0, 0]], [[0, 3]], [[0, 4]], [[0, -2]]):
         assert ties.judge([torch.tensor(wrong)]).ratio > 1, wrong
+    equal = truth(other[:, :1].expand(1, 2), torch.tensor([[1, 2]]), SET, scores, ANY)
+    assert equal.judge([torch.tensor([[1, 2]])]).ratio <= 1
+    assert equal.judge([torch.tensor([[1, 1]])]).ratio > 1  # equal scores, one index twice
 
 
 def test_what_lies_beside_a_set_is_compared_in_the_order_of_its_indices():
