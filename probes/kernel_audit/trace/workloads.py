@@ -45,7 +45,7 @@ def tolerance(truth: Truth) -> dict:
     abs ≤ atol + rtol · |reference| for every element: rtol is the factor of dsv4's own limit times half an ulp, atol
     that factor times what an honest kernel needs beside it. SOL has no limit by rows, which is the sharper one.
     """
-    each = [_of(output.rule, *two) for output, *two in zip(truth.contract.outputs, truth.exact, truth.honest)]
+    each = [_of(truth.rule(output), *two) for output, *two in zip(truth.contract.outputs, truth.exact, truth.honest)]
     found = {key: max(one[key] for one in each) for key in ("max_atol", "max_rtol", "max_error_cap")}
     found["required_matched_ratio"] = min(one["required_matched_ratio"] for one in each)
     found["allow_negative_inf"] = any(bool((t == float("-inf")).any()) for t in truth.exact if t.is_floating_point())

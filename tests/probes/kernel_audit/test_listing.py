@@ -51,6 +51,7 @@ def test_published_kernels_are_listed_where_there_are_adapters(monkeypatch):
     assert "published: peer, not here: rms_norm: not here" in kernel("show", "rms_norm")
 
 
+@pytest.mark.few(operation=["sparse_attention", "index_scores", "rotate", "write_rows", "mhc_pre", "silu_mul"])
 @pytest.mark.parametrize("operation", list(contracts()))
 def test_a_contract_is_shown(operation):
     found = json.loads(kernel("show", operation, "--json"))
@@ -58,7 +59,8 @@ def test_a_contract_is_shown(operation):
     assert [row["name"] for row in found["inputs"]] == [a.name for a in contract.arguments]
     assert [row["name"] for row in found["outputs"]] == [o.name for o in contract.outputs]
     assert found["accuracy"] == list(contract.classes) and found["edges"] == list(contract.edges) and found["work"]
-    assert all(size for row in found["inputs"] for _, size in row["shape"] or ())
+    # an axis has no size where the first case does not say it, as of "any leading axes"
+    assert all(size is None or size > 0 for row in found["inputs"] for _, size in row["shape"] or ())
     text = kernel("show", operation)
     assert all(a.name in text and a.about in text for a in contract.arguments)
     assert all(edge in text for edge in contract.edges)

@@ -24,6 +24,10 @@ from dsv4.probes.kernel_audit.trace.workloads import tolerance, workload
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "probes/schema/kernel_trace-1.json").read_text())
 OPERATIONS = list(contracts())
+# `make test` runs one operation of each form of argument; the others are in `make test-all`
+FEW = pytest.mark.few(
+    operation=["sparse_attention", "index_scores", "topk_entries", "rms_norm", "grouped_linear", "choose_blocks"]
+)
 
 
 @cache
@@ -53,12 +57,12 @@ def results(one) -> list[torch.Tensor]:
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
+@FEW
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_definitions_follow_the_schema(operation):
     exporter, cases = exported(operation)
-    assert (
-        len(cases) > 4 and exporter.skipped == {} or all("schema" in why or "axes" in why for why in exporter.skipped)
-    )
+    assert len(cases) > 4 or exporter.skipped
+    assert all(len(why.split()) > 4 for why in exporter.skipped)  # a sentence says what the schema cannot hold
     for made in exporter.definitions.values():
         assert problems(made, "definition") == []
         used = {axis for spec in made["inputs"].values() for axis in spec["shape"] or ()}
@@ -71,6 +75,7 @@ def test_definitions_follow_the_schema(operation):
         assert f"dsv4:{operation}" in made["tags"] and "strides" in made["description"]
 
 
+@FEW
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_references_need_torch_alone_and_take_the_inputs_in_order(operation):
     for made in exported(operation)[0].definitions.values():
@@ -83,6 +88,7 @@ def test_references_need_torch_alone_and_take_the_inputs_in_order(operation):
         assert [a.arg for a in run.args.args] == list(made["inputs"])
 
 
+@FEW
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_references_are_right_on_every_case(operation):
     contract = contract_of(operation)
@@ -96,6 +102,7 @@ def test_references_are_right_on_every_case(operation):
         assert judged.ratio <= 1, f"{one.call.name}, {one.case.family}: {judged}"
 
 
+@FEW
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_infinite_results_are_tagged(operation):
     contract = contract_of(operation)
@@ -203,6 +210,7 @@ def test_what_cannot_be_said_is_counted_with_a_reason():
     assert "neither an operation nor a composition" in why(operation="nothing")
 
 
+@pytest.mark.sweep
 def test_workloads_hold_every_input():
     for operation in OPERATIONS:
         for one in exported(operation)[1]:
@@ -213,6 +221,7 @@ def test_workloads_hold_every_input():
             assert set(made["axes"]) == {a for a, s in one.definition["axes"].items() if s["type"] == "var"}
 
 
+@FEW
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_tolerances_pass_honest_kernels_and_refuse_zeros(operation):
     contract = contract_of(operation)
