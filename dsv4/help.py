@@ -9,7 +9,7 @@ from types import MethodType
 
 ORDER = (
     *("demo", "generate", "batch", "inspect", "plan", "convert"),
-    *("audit", "recall", "fidelity", "sparse-prefill", "termination", "regime"),
+    *("audit", "kernel", "recall", "fidelity", "sparse-prefill", "termination", "regime"),
 )
 GROUPS = {  # heading → names of parameters; a name of one command only may be given with its command: 'batch.rows'
     "Prompt": "prompt prompt_file token_ids prompt_tokens chat think system",
@@ -17,6 +17,8 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Running requests": "batch.rows pool_tokens batch.together",
     "Speculation": "speculate draft_tokens draft_costs generate.together",
     "Size": "plan.max_context plan.batch max_rewind gpus",
+    "The kernel": "convention accuracy out_arguments shapes format",
+    "What is asked": "clause without operation repeats replays limit",
     "What is audited": "subject reference probe point section name fast config ids rename",
     "What is measured": "k topk policy budget block effort cuts tau phi patience tile looser vacuous model contexts "
     "batches policies heads rounds",
@@ -76,6 +78,24 @@ EXAMPLES = {
     "audit diff": (
         "dsv4 audit diff before.json after.json",
         "dsv4 audit diff before.json after.json --waivers waivers.json --out diff.md",
+    ),
+    "kernel": (
+        "dsv4 kernel list",
+        "dsv4 kernel audit sparse_attention --kernel mine.py:attention",
+    ),
+    "kernel list": ("dsv4 kernel list", "dsv4 kernel list --json"),
+    "kernel show": ("dsv4 kernel show sparse_attention --shapes flash", "dsv4 kernel show index_scores --format fib"),
+    "kernel export": (
+        "dsv4 kernel export --out traces",
+        "dsv4 kernel export rms_norm index_scores --format sol --out problems",
+    ),
+    "kernel bench": (
+        "dsv4 kernel bench sparse_attention --kernel ours --kernel flash_mla",
+        "dsv4 kernel bench rms_norm --kernel ours --kernel mine.py:norm --shapes pro --out reports",
+    ),
+    "kernel selftest": (
+        "dsv4 kernel selftest --operation rms_norm",
+        "dsv4 kernel selftest --clause poison --jobs 2 --out reports",
     ),
     "kernel audit": (
         "dsv4 kernel audit sparse_attention --kernel mine.py:attention",

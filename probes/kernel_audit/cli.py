@@ -62,7 +62,7 @@ def audit(
     out: Annotated[
         Path | None, typer.Option(help="Directory for audit.md and audit.json.", callback=folder, show_default=False)
     ] = None,
-    json: Json = False,
+    as_json: Json = False,
 ):
     """Ask whether a kernel is right where it matters, and robust. Exit code 0: no finding, 1: findings, 2: it could not
     run."""
@@ -85,7 +85,7 @@ def audit(
     report = document(found, command_line(called(sys.argv)), date(started))
     if out is not None:
         write_files(out, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(report)})
-    if json:
+    if as_json:
         print_json(report)
     else:
         _print(report, [told(c) for c in found.findings])
@@ -179,7 +179,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option(help="Directory for bench.md and bench.json.", callback=folder, show_default=False)
     ] = None,
-    json: Json = False,
+    as_json: Json = False,
 ):
     """Time kernels of one operation beside each other, each only after it was right. Exit code 0: every time is to be
     believed, 1: some are not or a kernel has none, 2: it could not run."""
@@ -200,7 +200,7 @@ def bench(
         write_files(
             out, {"bench.md": markdown(report), "bench.json": dumps(report, indent=1, ensure_ascii=False) + "\n"}
         )
-    if json:
+    if as_json:
         print_json(report)
     else:
         for line in lines(report):
