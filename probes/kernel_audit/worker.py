@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 
 import torch
 
@@ -33,8 +35,6 @@ def serve(connection, spec: SubjectSpec, threads: int) -> None:
     from dsv4.probes.kernel_audit.harness import Harness
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if spec.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # a subject's prints are not the report
     torch.set_num_threads(threads)
@@ -69,6 +69,31 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}{place}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
+_starting, _interpreted = threading.Lock(), None  # how the process that others are copies of was started
+
+
+def _ready(interpreted: bool):
+    """The context whose processes are copies of one that has imported everything.
+
+    Triton decides when it is imported whether kernels are interpreted. On a CPU they are, so that the process is
+    started anew where the last subjects were of the other kind.
+    """
+    global _interpreted
+    context = multiprocessing.get_context("forkserver")
+    with _starting:
+        if _interpreted is not None and _interpreted != interpreted:
+            forkserver._forkserver._stop()
+        context.set_forkserver_preload(["dsv4.probes.kernel_audit.harness", "dsv4.probes.kernel_audit.preload"])
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.pop("TRITON_INTERPRET") if before is None else os.environ.update(TRITON_INTERPRET=before)
+        _interpreted = interpreted
+    return context
+
+
 class Worker:
     """One process for one subject; use it as a context."""
 
@@ -85,8 +110,7 @@ class Worker:
 
     def start(self) -> None:
         """Raises SubjectFailed where the kernel cannot be loaded."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["dsv4.probes.kernel_audit.harness", "dsv4.probes.kernel_audit.preload"])
+        context = _ready(self.spec.device == "cpu")
         self.connection, other = context.Pipe()
         process = context.Process(target=serve, args=(other, self.spec, self.threads), daemon=True)
         process.start()

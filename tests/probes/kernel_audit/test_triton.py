@@ -1,10 +1,15 @@
 """A Triton kernel of rms_norm, which Triton's interpreter runs on a CPU: right, and without the mask of its loads."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.subject import SubjectSpec
+from tests.conftest import ROOT
 
 pytest.importorskip("triton")
 SOURCE = """
@@ -52,3 +57,15 @@ def test_a_triton_kernel_is_audited_through_the_interpreter(tmp_path):
 def test_a_load_without_its_mask_is_found(tmp_path):
     found = audited(tmp_path, SOURCE.replace("+ row * stride + n, mask=n < width, other=0.0)", "+ row * stride + n)"))
     assert "gate" in found.caught
+
+
+def test_a_triton_kernel_is_interpreted_without_a_variable_of_the_user(tmp_path):
+    """In a process of its own that does not ask for the interpreter, as a user's shell does not."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "norm.py").write_text(SOURCE)
+    command = [sys.executable, "-m", "dsv4", "kernel", "audit", "rms_norm", "--kernel", "norm.py:rms_norm"]
+    done = subprocess.run(
+        [*command, "--clause", "gate", "--seed", "1"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("PASS, limited rms_norm")
