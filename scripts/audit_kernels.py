@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from dsv4.kernels.contracts import contracts
@@ -32,8 +32,8 @@ from scripts.kernel_table import OURS, thinned
 def jobs_of(arguments) -> list[tuple[str, str]]:
     """(operation, kernel) to audit, as the options ask."""
     wanted = arguments.operation or list(contracts())
-    found = [(op, "ours") for op in wanted]
-    found += [(a.operation, a.name) for a in adapters() if a.operation in wanted]
+    found = [(a.operation, a.name) for a in adapters() if a.operation in wanted]
+    found += [(op, OURS) for op in wanted]
     return [job for job in found if not arguments.kernel or job[1] in arguments.kernel]
 
 
@@ -125,8 +125,8 @@ def main(given: list[str] | None = None) -> None:
             print(bench_one(operation, arguments), flush=True)
         return
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for line in pool.map(lambda job: one(job, arguments), jobs_of(arguments)):
-            print(line, flush=True)
+        for done in as_completed([pool.submit(one, job, arguments) for job in jobs_of(arguments)]):
+            print(done.result(), flush=True)
 
 
 if __name__ == "__main__":

@@ -149,11 +149,15 @@ def attend(
         gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(total), mask=h < H)
     else:
         total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
-    out = (acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]).to(gl.bfloat16)
+    out = acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]
     async_copy.wait_group(0)  # waits for the queries if there was no tile
-    q_shared.store(out)  # so that whole rows are written
-    place = (n * splits + split) * (H * D) + (head * D)[:, None] + d[None, :]
-    gl.store(OUT + place, q_shared.load(COPY), mask=(head < H)[:, None])
+    rows = OUT + (n * splits + split) * (H * D)
+    if SPLIT:  # in fp32: parts may cancel
+        head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, O)), gl.arange(0, D, gl.SliceLayout(0, O))
+        gl.store(rows + (head * D)[:, None] + d[None, :], out, mask=(head < H)[:, None])
+    else:
+        q_shared.store(out.to(gl.bfloat16))  # so that whole rows are written
+        gl.store(rows + (head * D)[:, None] + d[None, :], q_shared.load(COPY), mask=(head < H)[:, None])
 
 
 @gluon.jit

@@ -36,8 +36,7 @@ class Tile(NamedTuple):
     """Heads × keys that a program multiplies at a time; the cost of a program (`start`) and of each tile on an H100, in
     µs.
 
-    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05. Their partial outputs are
-    kept in the queries' type, which halves the traffic of merging; the rounding error is that of rounding the result.
+    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05.
     """
 
     heads: int
@@ -147,7 +146,7 @@ def _launch(
     tile, splits = plan(N // alike, H, D, W, K, fp32, packed, copied, capability(q.device), processors(q.device))
     partial, lse, dependent = out, out, dependent_launch(q.device)
     if splits > 1:
-        partial = torch.empty(N, splits, H, D, dtype=q.dtype if tile.wide else torch.float32, device=q.device)
+        partial = torch.empty(N, splits, H, D, dtype=torch.float32, device=q.device)
         lse = torch.empty(N, H, splits, dtype=torch.float32, device=q.device)
     seen = window_index if visible is None else visible
     common = (
@@ -274,7 +273,7 @@ def plan(
         tile, splits = choice
         tiles = -(-W // tile.keys) + -(-K // tile.keys)
         waves = -(-N * -(-H // tile.heads) * splits // processors)
-        merging = MERGE_US + N * splits * H * D * 2 * (2 if tile.wide else 4) / PARTIAL_BYTES_US
+        merging = MERGE_US + N * splits * H * D * 2 * 4 / PARTIAL_BYTES_US
         return waves * (tile.start + tile.each * D / MAX_WIDTH * -(-tiles // splits)) + merging * (splits > 1)
 
     def splits(tile):

@@ -7,9 +7,10 @@ from dsv4.kernels.cache_rows import PackedRows, RowFormat
 from dsv4.kernels.contract import BITS, CODES, SET, Argument, Case, Contract, Output, Work, doubles
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import EPS
-from dsv4.kernels.indexer.contract import SCORES, exact_entries, exact_scores
+from dsv4.kernels.indexer.contract import SCORES, exact_entries, exact_scores, held_by_fp8
 
 OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
+GAPS = {None: 1e-5, RowFormat.INDEX_FP8: 2e-4, RowFormat.INDEX_FP4: 1e-5}  # FP8 tensor cores keep 14 bits
 
 
 # ---- rows into the ring -----------------------------------------------------------------------
@@ -181,26 +182,27 @@ def _select_case(family, form, B, T, n, w, draw) -> Case:
         weights = weights.abs() + 0.1
         for at in (visible - 1, visible):
             q += held.gather(1, at.clamp(0, n - 1).unsqueeze(-1).expand(-1, -1, D)).unsqueeze(2)
-    q = q.to(draw.dtype)
+    kept = held_by_fp8 if form is RowFormat.INDEX_FP8 else lambda q: q
+    q = kept(q.to(draw.dtype))
     for _ in range(20):  # queries of which fp32 sums could not tell the kth from the next are changed
         q[:, :, 1] = -q[:, :, 0]  # so that no score is 0, and zeros do not tie
-        close = _close(exact_scores(q, weights, keys, visible), k)
+        close = _close(exact_scores(q, weights, keys, visible), k, GAPS[form])
         if not close.any():
             break
-        q[close] += draw.act(int(close.sum()), H, D) / 4
+        q[close] = kept(q[close] + draw.act(int(close.sum()), H, D) / 4)
     kind = {None: "plain", RowFormat.INDEX_FP8: "FP8 keys", RowFormat.INDEX_FP4: "FP4 keys"}[form]
     exempt = {"lower precision": "the same entries may still be the best"}
     label = f"{B} rows of {T} tokens, {n} entries, {kind}"
     return Case(label, family, (q, weights, keys, visible, k), {"keys": unseen(keys, visible.amax(1))}, exempt)
 
 
-def _close(scores, k: int) -> torch.Tensor:
-    """bool [B, T]: whether the kth score and the next differ by less than 1e-5 of the largest."""
+def _close(scores, k: int, gap: float) -> torch.Tensor:
+    """bool [B, T]: whether the kth score and the next differ by less than `gap` of the largest."""
     if scores.shape[-1] <= k:
         return torch.zeros(scores.shape[:2], dtype=torch.bool)
     best = scores.topk(k + 1, -1).values
     size = scores.masked_fill(scores.isinf(), 0).abs().amax(-1)
-    return (best[..., -2] - best[..., -1] < 1e-5 * size) & best[..., -1].isfinite()
+    return (best[..., -2] - best[..., -1] < gap * size) & best[..., -1].isfinite()
 
 
 def select_work(q, weights, keys, visible, k) -> Work:

@@ -8,6 +8,7 @@ from dsv4.kernels.cache_rows.formats import KEY_BLOCK
 from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work, doubles
 from dsv4.kernels.indexer import reference
 
+FP8_STEP, FP8_BITS = 32, 14
 FAMILIES = ("random", "coded", "pointed", "integers", "at the edge of ReLU")
 
 
@@ -23,11 +24,31 @@ def exact_scores(q, weights, keys, visible) -> torch.Tensor:
 
 
 def rounded_scores(q, weights, keys, visible) -> torch.Tensor:
-    """An honest kernel that rounds the product of each head to bf16."""
+    """An honest kernel that rounds to bf16 the product of each head, the weights, weighted products and their sum."""
     keys = doubles(keys).float()
     dots = torch.einsum("bthd,bnd->bthn", q.float(), keys).bfloat16().float().relu()
-    total = torch.einsum("bth,bthn->btn", weights, dots)
+    total = (weights.bfloat16().unsqueeze(-1) * dots).bfloat16().float().sum(2).bfloat16().float()
     return total.masked_fill(torch.arange(keys.shape[1]) >= visible.unsqueeze(-1), float("-inf"))
+
+
+def fp8_scores(q, weights, keys, visible) -> torch.Tensor:
+    """An honest kernel on FP8 tensor cores of Hopper: products are added in steps of 32 columns, each summand cut to 14
+    bits below the largest of its step (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); weights and heads in fp32."""
+    keys = doubles(keys)
+    total = torch.zeros(*q.shape[:2], keys.shape[1])
+    for h in range(q.shape[2]):
+        acc = torch.zeros(*total.shape, 1, dtype=torch.float64)
+        for a, b in zip(q[:, :, h].double().split(FP8_STEP, -1), keys.split(FP8_STEP, -1)):
+            terms = torch.cat((acc, a.unsqueeze(2) * b.unsqueeze(1)), -1)
+            unit = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent.double() - FP8_BITS)
+            acc = ((terms / unit).trunc() * unit).sum(-1, keepdim=True)
+        total += weights[:, :, h, None] * acc.squeeze(-1).float().relu()
+    return total.masked_fill(torch.arange(keys.shape[1]) >= visible.unsqueeze(-1), float("-inf"))
+
+
+def held_by_fp8(q: torch.Tensor) -> torch.Tensor:
+    """Queries that E4M3 holds under a power of two: kernels for FP8 keys take such."""
+    return (q / 4).to(torch.float8_e4m3fn).to(q.dtype) * 4
 
 
 def score_cases(w, draw):
@@ -59,8 +80,7 @@ def _score_case(family, form, B, T, w, draw) -> Case:
             q += sign * keys.gather(1, place.unsqueeze(-1).expand(-1, -1, D)).unsqueeze(2)
     if family == "at the edge of ReLU":  # heads alternate in sign, so that ReLU after the sum shows
         weights = weights.abs() * torch.where(torch.arange(H) % 2 == 0, 1.0, -1.0)
-    if form is RowFormat.INDEX_FP8:  # kernels for FP8 keys take FP8 queries: E4M3 values under a power of two
-        q = (q / 4).to(torch.float8_e4m3fn).float() * 4
+    q = held_by_fp8(q) if form is RowFormat.INDEX_FP8 else q
     packed = keys.to(draw.dtype) if form is None else draw.packed(form, keys)
     unread = {"keys": unseen(packed, visible.amax(1))}
     kind = {None: "plain", RowFormat.INDEX_FP8: "FP8 keys", RowFormat.INDEX_FP4: "FP4 keys"}[form]
@@ -102,7 +122,7 @@ SCORES = Contract(
     ),
     (Output("scores", ("batch", "tokens", "num_entries"), "float32", "fp32 sums; −inf from visible on"),),
     exact_scores,
-    {"fp32": reference.index_scores, "products-bf16": rounded_scores},
+    {"fp32": reference.index_scores, "bf16-throughout": rounded_scores, "fp8-sums": fp8_scores},
     score_cases,
     score_work,
     ("a query that sees no entry has −inf everywhere", "tokens of a row see different numbers of entries"),

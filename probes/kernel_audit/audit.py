@@ -79,7 +79,7 @@ def audit_kernel(
     said: told each clause as it begins. Raises SubjectFailed where the kernel cannot be loaded.
     """
     contract, start = contract_of(spec.operation), time.monotonic()
-    spec, takes = _adapted(spec, takes)
+    spec, takes, prepared = _adapted(spec, takes)
     audit = KernelAudit(spec, contract, shapes, spec.accuracy or "default", seed)
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
     audit.repeats = repeats
@@ -87,7 +87,7 @@ def audit_kernel(
         worker.start()
         scene = Scene(
             *(contract, WIDTHS[shapes], spec.accuracy, spec.device, seed, worker, dtypes or contract.dtypes),
-            *(start + budget, repeats, takes),
+            *(start + budget, repeats, takes, prepared),
         )
         audit.skipped = scene.skipped
         for name in only:
@@ -104,18 +104,20 @@ def audit_kernel(
     return audit
 
 
-def _adapted(spec: SubjectSpec, takes: Callable | None) -> tuple[SubjectSpec, Callable | None]:
-    """What an adapter says of itself: its accuracy class where none was asked for, and which cases it takes."""
+def _adapted(spec: SubjectSpec, takes: Callable | None) -> tuple[SubjectSpec, Callable | None, tuple[str, ...]]:
+    """What an adapter says of itself: its accuracy class where none was asked for, which cases it takes, and which
+    arguments it prepares."""
     if ":" in spec.kernel or spec.kernel.endswith(".json") or spec.kernel in OURS:
         if spec.convention == "dsv4":
-            return spec, takes
+            return spec, takes, ()
         if spec.convention not in conventions(spec.operation):
             known = ", ".join(conventions(spec.operation))
             raise KernelAuditError(f"--convention is {spec.convention!r}; expected one of {known} for {spec.operation}")
         found = adapter(spec.convention, spec.operation)
-        return replace(spec, accuracy=spec.accuracy or found.accuracy), takes or found.takes
+        return replace(spec, accuracy=spec.accuracy or found.accuracy), takes or found.takes, found.prepared
     found = adapter(spec.kernel, spec.operation)
-    return replace(spec, accuracy=spec.accuracy or found.accuracy, convention=found.name), takes or found.takes
+    spec = replace(spec, accuracy=spec.accuracy or found.accuracy, convention=found.name)
+    return spec, takes or found.takes, found.prepared
 
 
 __all__ = ["KernelAudit", "SubjectDied", "SubjectFailed", "audit_kernel"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.kernels.contract import Contract, rebuilt, tensors
+from dsv4.kernels.contract import SET, Contract, rebuilt, tensors
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.errors import BackendUnavailable, UnsupportedInput
 from dsv4.probes.kernel_audit.errors import SubjectFailed
@@ -56,6 +56,33 @@ class Harness:
         except REFUSALS as error:
             raise SubjectFailed(f"{type(error).__name__}: {_line(error)}", refused=True) from error
         return self.results(returned, arguments)
+
+    def fresh(self, arguments: tuple) -> Callable[[], tuple]:
+        """Placed arguments for each of several calls: the same memory every time, unless a call may write in it."""
+        if self.contract.written or any(a.scratch for a in self.contract.arguments):
+            return lambda: self.place(arguments)
+        placed = self.place(arguments)
+        return lambda: placed
+
+    def prepared(self, arguments: tuple, templates: Templates | tuple = ()) -> Callable[[], list[torch.Tensor]]:
+        """A call of these arguments. Where an adapter prepares some of them once, as a server does at a load or a
+        step, that is done here and not by the call."""
+        if not getattr(self.function, "prepared", ()):
+            return lambda: self.call(arguments, templates)
+        run, finish = self.function.prepare(*arguments[: self.count])
+        return lambda: self.results(finish(run()), arguments)
+
+    def ordered(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Results of which sets of indices are in ascending order, and what belongs to the indices with them."""
+        sets = [r for r, o in zip(results, self.contract.outputs) if o.rule == SET and r is not None]
+        if not sets:
+            return results
+        order = sets[0].sort(dim=-1, stable=True).indices
+        return [r.gather(-1, order) if r is not None and r.shape == order.shape else r for r in results]
+
+    def bits(self, arguments: tuple, templates: Templates | tuple = (), fill: int = 0xFF) -> list[bytes]:
+        """Bytes of the ordered results of a call, to be compared."""
+        return bits(self.ordered(self.call(arguments, templates, fill)))
 
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
         """Returned tensors and those that were written in place, in the order of the contract's outputs."""

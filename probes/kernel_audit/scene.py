@@ -20,7 +20,7 @@ LIMIT = "4 (fp32: 16) · max(d0 of nine rows in ten, d0 of the row, half an ulp)
 @dataclass
 class Scene:
     """One audit of one kernel. takes: case → why the kernel cannot be asked for it, or None (adapters of kernels that
-    are made for some layouts alone)."""
+    are made for some layouts alone). prepared: arguments that an adapter reads once, before its calls."""
 
     contract: Contract
     widths: object
@@ -32,6 +32,7 @@ class Scene:
     deadline: float = float("inf")
     repeats: int = 20
     takes: Callable | None = None
+    prepared: tuple[str, ...] = ()
     truths: list[Truth] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     judged: dict[int, Judgement] = field(default_factory=dict)

@@ -28,6 +28,7 @@ class Adapter:
     about: package, version, entry point. make(device) → prepare; it raises NotInstalled. takes(case) → reason or None.
     accuracy: the class that the kernel promises. differs: what its contract promises otherwise, in words.
     layout(function, device) → prepare, of any function with the published kernel's signature: its convention.
+    prepared: arguments that `prepare` reads itself, once a load or a step, so that a captured call keeps theirs.
     """
 
     name: str
@@ -38,10 +39,11 @@ class Adapter:
     accuracy: str = ""
     differs: str = ""
     layout: Callable[[Callable, str], Callable] | None = None
+    prepared: tuple[str, ...] = ()
 
     def bind(self, device: str) -> Callable:
         """A function of the contract's arguments; raises NotInstalled."""
-        return whole_call(self.make(device))
+        return whole_call(self.make(device), self.prepared)
 
     def convention(self, function: Callable, device: str) -> Callable:
         """A user's function of the published signature as one of the contract's arguments."""
@@ -49,17 +51,17 @@ class Adapter:
             raise KernelAuditError(
                 f"{self.name} has no convention for {self.operation} that other kernels can take; use --convention dsv4"
             )
-        return whole_call(self.layout(function, device))
+        return whole_call(self.layout(function, device), self.prepared)
 
 
-def whole_call(prepare: Callable) -> Callable:
+def whole_call(prepare: Callable, prepared: tuple[str, ...] = ()) -> Callable:
     """prepare, run and finish as one function, which keeps `prepare` for the benchmark."""
 
     def function(*arguments):
         run, finish = prepare(*arguments)
         return finish(run())
 
-    function.prepare = prepare
+    function.prepare, function.prepared = prepare, prepared
     return function
 
 

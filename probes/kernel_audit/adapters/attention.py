@@ -130,6 +130,7 @@ ADAPTERS = (
     Adapter(
         *("sglang-paged", "sparse_attention", "sglang 0.5.23 sparse_attn_v4_paged_decode", sglang_paged, plain_only),
         differs="lists are ragged: the adapter takes −1 out of them, with a wait for the device",
+        prepared=("window", "window_index", "entries", "entry_index"),
     ),
     Adapter(
         *("flash_mla", "hca_attention", MLA, lambda d: whole(flash_mla(d)), packed_only),

@@ -84,5 +84,6 @@ ADAPTERS = (
         accuracy="weight-after-w2",
         differs="results of both products and the sum over experts are rounded to bf16; no tokens are answered by the "
         "adapter",
+        prepared=("indices", "w13", "w2"),
     ),
 )

@@ -3,12 +3,14 @@
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 from dsv4.probes.kernel_audit.adapters import Adapter
 from dsv4.probes.kernel_audit.adapters.installed import at_least, hopper, library, processors, require
 
 H, D, WORKSPACE = 64, 128, 1 << 20
+ALIGNED = 4  # scores: rows start at multiples of 16 bytes
 E4M3_MAX = 448.0
 
 
@@ -106,6 +108,8 @@ def vllm(name: str, device: str):
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
     def select(scores, lengths, k):
+        scores = F.pad(scores, (0, -scores.shape[1] % ALIGNED))  # a server's logits have such rows
+
         def run():
             out = torch.full((len(lengths), k), -1, dtype=torch.int32, device=scores.device)
             op(scores, lengths, out, workspace, k, scores.shape[1])
@@ -176,12 +180,13 @@ ADAPTERS = (
         *("deep_gemm", "index_scores", "deep_gemm (in vllm 0.33.0) fp8_fp4_paged_mqa_logits", deep_gemm),
         takes=keys_in(RowFormat.INDEX_FP8),
         layout=in_deep_gemm,
+        accuracy="fp8-sums",
         differs="queries are E4M3; what is behind a length is not defined there, and filled here",
     ),
     Adapter(
         *("sglang", "index_scores", "sglang 0.5.23 fp4_index_logits_decode", sglang_fp4),
         takes=keys_in(RowFormat.INDEX_FP4),
-        accuracy="products-bf16",
+        accuracy="bf16-throughout",
         differs="it rounds to bf16 on the way",
     ),
     Adapter("vllm", "topk_entries", f"{VLLM}cooperative_topk", partial(vllm, "cooperative_topk"), widths, ANY),

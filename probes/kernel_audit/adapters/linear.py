@@ -35,7 +35,7 @@ def fp8_blocks(case) -> str | None:
     w = case.arguments[1]
     if w.format is not WeightFormat.FP8 or tuple(w.block) != (BLOCK, BLOCK):
         return "it takes FP8 weights in blocks of 128 × 128"
-    return columns_of(case)
+    return columns_of(case) if case.arguments[2] else "it rounds activations to FP8"
 
 
 def dense_alike(case) -> str | None:
@@ -147,15 +147,15 @@ def torch_grouped(device: str):
 
 
 PADDED = "rows of W are padded to a multiple of 128; no tokens are answered by the adapter"
-adapter_of_mxfp4 = partial(Adapter, operation="linear", takes=mxfp4_plain, differs=PADDED)
+adapter_of_mxfp4 = partial(Adapter, operation="linear", takes=mxfp4_plain, differs=PADDED, prepared=("w",))
 ADAPTERS = (
     adapter_of_mxfp4(name="marlin", about="vllm 0.33.0 torch.ops._C.marlin_gemm", make=marlin),
     adapter_of_mxfp4(name="humming", about="humming-kernels 0.1.19 HummingLayer", make=humming),
     Adapter(
         *("deep_gemm", "linear", "deep_gemm (in vllm 0.33.0) fp8_fp4_gemm_nt", deep_gemm),
         takes=fp8_blocks,
-        accuracy="fp8-activations",
         differs=f"activations come as E4M3 with scales of 128 columns, which is not timed; {PADDED}",
+        prepared=("x", "w"),
     ),
     Adapter("torch", "linear", "torch.nn.functional.linear", torch_linear, dense_alike),
     Adapter("torch", "grouped_linear", "torch.bmm", torch_grouped, dense_alike),

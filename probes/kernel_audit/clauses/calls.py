@@ -13,9 +13,9 @@ COUNT = 130
 
 def many(harness, arguments, templates, count: int, looks: list[int]):
     """Results of some of `count` calls."""
-    placed, found = harness.place(arguments), []
+    fresh, found = harness.fresh(arguments), []
     for i in range(count):
-        results = harness.call(harness.place(arguments) if harness.contract.written else placed, templates)
+        results = harness.call(fresh(), templates)
         if i in looks:
             found.append(raw(results))
     return found
@@ -24,17 +24,16 @@ def many(harness, arguments, templates, count: int, looks: list[int]):
 def overwritten(harness, first, second, templates):
     """(results of `second` written over `first`'s addresses after calls of it, whether new addresses give the same
     bits)."""
-    placed = harness.place(first)
+    fresh = harness.fresh(first)
     for _ in range(3):
-        harness.call(placed, templates)
-    placed = harness.place(first) if harness.contract.written else placed
+        harness.call(fresh(), templates)
+    placed = fresh()
     new = harness.place(second)
     for to, of in zip(tensors(placed), tensors(new)):
         to.copy_(of)
     placed = tuple(_numbers(a, b) for a, b in zip(placed, new))
-    found = harness.call(placed, templates)
-    mine = raw(found)
-    return mine, bits(harness.call(harness.place(second), templates)) == bits(mine)
+    mine = raw(harness.call(placed, templates))
+    return mine, harness.bits(harness.place(second), templates) == bits(harness.ordered(mine))
 
 
 def _numbers(a, b):

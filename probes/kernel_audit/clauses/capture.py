@@ -2,10 +2,12 @@
 contents."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from dsv4.kernels.contract import tensors
+from dsv4.probes.kernel_audit.acceptance import truth_of
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.harness import raw
 from dsv4.probes.kernel_audit.scene import Scene, check, held, not_run
@@ -21,20 +23,23 @@ def captured(harness, first, problems, templates):
     static = harness.place(first)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    call = harness.prepared(static, templates)
     with torch.cuda.stream(stream):
         for _ in range(3):
-            harness.call(static, templates)
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = harness.call(static, templates)
+        results = call()
+    given = {t.untyped_storage().data_ptr() for t in tensors(static)}
     found = []
     for problem in problems:
         new = harness.place(problem)
         for to, of in zip(tensors(static), tensors(new)):
             to.copy_(of)
         for i, result in enumerate(results):
-            if harness.contract.outputs[i].argument is None and result.is_floating_point():
+            own = harness.contract.outputs[i].argument is None and result.untyped_storage().data_ptr() not in given
+            if own and result.is_floating_point():
                 result.fill_(float("nan"))
         torch.full((1 << 22,), float("nan"), device=harness.device)  # what a freed workspace would now hold
         graph.replay()
@@ -44,13 +49,13 @@ def captured(harness, first, problems, templates):
 
 def waits(harness, arguments, templates) -> str:
     """What waits for the device in a call after warm-up; '' if nothing does."""
-    placed = harness.place(arguments)
+    call = harness.prepared(harness.place(arguments), templates)
     for _ in range(2):
-        harness.call(placed, templates)
+        call()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        harness.call(placed, templates)
+        call()
     except RuntimeError as error:
         return str(error).splitlines()[0][:200]
     finally:
@@ -83,10 +88,22 @@ def _case(scene: Scene, truth) -> Iterator[Check]:
 
 
 def _partners(scene: Scene, truth) -> list:
-    """Cases of the same shapes and numbers, the case itself last."""
+    """Cases of the same shapes and numbers, the case itself last; of those that the gate saw, the right ones. What an
+    adapter prepares beforehand is the case's own in all of them."""
     alike = lambda t: [(x.shape, x.stride(), x.dtype) for x in tensors(t.case.arguments)]
-    numbers = lambda t: [a for a in t.case.arguments if isinstance(a, int | float | bool)]
+    others = lambda t: [a for a in t.case.arguments if not any(True for _ in tensors(a))]
     place = next(i for i, t in enumerate(scene.truths) if t is truth)
-    others = [t for i, t in sorted(scene.others.items()) if i == place] + scene.truths
-    fit = [t for t in others if t is not truth and alike(t) == alike(truth) and numbers(t) == numbers(truth)]
-    return fit[:3] + [truth]
+    right = [t for i, t in enumerate(scene.truths) if i in scene.judged and scene.judged[i].ratio <= 1]
+    found = [t for i, t in sorted(scene.others.items()) if i == place] + right
+    fit = [t for t in found if t is not truth and alike(t) == alike(truth) and others(t) == others(truth)]
+    return [_with_prepared(scene, t, truth) for t in fit[:3]] + [truth]
+
+
+def _with_prepared(scene: Scene, partner, truth):
+    """The partner with those of the case's arguments that an adapter prepares."""
+    if not scene.prepared:
+        return partner
+    names = [a.name for a in scene.contract.arguments]
+    pairs = zip(names, truth.case.arguments, partner.case.arguments)
+    arguments = tuple(mine if name in scene.prepared else theirs for name, mine, theirs in pairs)
+    return truth_of(scene.contract, replace(partner.case, arguments=arguments), truth.accuracy)

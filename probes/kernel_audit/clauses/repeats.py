@@ -5,21 +5,17 @@ from collections.abc import Iterator
 import torch
 
 from dsv4.probes.kernel_audit.clauses.layout import asked
-from dsv4.probes.kernel_audit.harness import bits
 from dsv4.probes.kernel_audit.scene import Scene, held
 from dsv4.probes.result import Check
 
 
 def repeated(harness, arguments, templates, times: int):
     """How many of `times` calls gave other bits than the first."""
-    placed = harness.place(arguments)
-    written = harness.contract.written
-    fresh = (lambda: harness.place(arguments)) if written else lambda: placed
-    first = harness.call(fresh(), templates)
+    fresh = harness.fresh(arguments)
     if harness.device.type != "cuda":
-        first = bits(first)
-        return sum(bits(harness.call(fresh(), templates)) != first for _ in range(times - 1))
-    first = [t.clone() for t in first]
+        first = harness.bits(fresh(), templates)
+        return sum(harness.bits(fresh(), templates) != first for _ in range(times - 1))
+    first = [t.clone() for t in harness.ordered(harness.call(fresh(), templates))]
     return _disturbed(harness, fresh, templates, first, times)
 
 
@@ -35,7 +31,7 @@ def _disturbed(harness, fresh, templates, first, times: int) -> int:
             flush.fill_(i % 251)
         if i % 11 == 0:
             torch.cuda._sleep(2000 * (i % 13))
-        found = harness.call(fresh(), templates)
+        found = harness.ordered(harness.call(fresh(), templates))
         unlike = [~same_bits(a, b) for a, b in zip(found, first)]
         differ[i] = torch.stack(unlike).any()
     torch.cuda.synchronize()
