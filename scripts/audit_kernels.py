@@ -4,7 +4,8 @@
 
 Writes OUT/<operation>/<kernel>/<device>/audit.md and .json, and prints one line a kernel. A kernel that is not here is
 named with the reason. With --bench, the kernels of each operation are timed beside each other instead, ours first, one
-operation after another: OUT/<operation>/bench/<device>/bench.md and .json.
+operation after another: OUT/<operation>/bench/<device>/bench.md and .json. What --audited holds, reports of such audits
+at these shapes on this device, is not audited again.
 
 Checks that passed are left out of the JSON unless --whole is given. `scripts/kernel_table.py` makes one table of all
 reports."""
@@ -16,17 +17,39 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
+
 from dsv4.kernels.contracts import contracts
 from dsv4.probes.kernel_audit import bench_document
 from dsv4.probes.kernel_audit.adapters import Adapter, adapters
 from dsv4.probes.kernel_audit.audit import audit_kernel
-from dsv4.probes.kernel_audit.bench import bench_kernels
+from dsv4.probes.kernel_audit.bench import NEEDED, bench_kernels
+from dsv4.probes.kernel_audit.clauses import ORDER
+from dsv4.probes.kernel_audit.cli import waivers
 from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
-from dsv4.probes.provenance import called, command_line, date
+from dsv4.probes.provenance import called, command_line, date, device
 from dsv4.probes.report import write_files
-from scripts.kernel_table import OURS, thinned
+from scripts.kernel_table import FOUND, OURS, thinned
+
+
+def audited(operation: str, kernel: str, arguments) -> str | None:
+    """Verdict of the clauses that a benchmark needs by an earlier report; None where there is no such report."""
+    file = Path(arguments.audited or ".") / operation / kernel / arguments.place / "audit.json"
+    if not arguments.audited or not file.is_file():
+        return None
+    report = json.loads(file.read_text())
+    same = report["shapes"] == arguments.shapes and report["about"]["device"] == device(torch.device(arguments.device))
+    rows = [r for r in report["clauses"] if r["clause"] in NEEDED]
+    if not same or not all(r["checks"] for r in rows):
+        return None
+    bad = [c for c in report["checks"] if c.get("part") in NEEDED and c["status"].upper() in FOUND]
+    bad = [c for c in bad if c["name"] != "not run"]
+    waived = [c for c in bad if any(text in c.get("where", "") for text in waivers(arguments.waive))]
+    found = sum(r["findings"] for r in rows) - len(waived)
+    vacuous = any(r["vacuous"] for r in rows)
+    return "FAIL" if found else "VACUOUS" if vacuous else "PASS, limited" if waived else "PASS"
 
 
 def jobs_of(arguments) -> list[tuple[str, str]]:
@@ -37,6 +60,12 @@ def jobs_of(arguments) -> list[tuple[str, str]]:
     return [job for job in found if not arguments.kernel or job[1] in arguments.kernel]
 
 
+def clauses_of(arguments) -> tuple[str, ...]:
+    """Clauses to ask, in their order."""
+    wanted = ("gate", *arguments.clause) if arguments.clause else ORDER
+    return tuple(name for name in ORDER if name in wanted and name not in arguments.without)
+
+
 def one(job: tuple[str, str], arguments) -> str:
     """Audit one kernel and write its report; the line to print."""
     operation, kernel = job
@@ -44,7 +73,8 @@ def one(job: tuple[str, str], arguments) -> str:
     spec = SubjectSpec(operation, kernel, arguments.device)
     try:
         found = audit_kernel(
-            spec, arguments.shapes, arguments.seed, arguments.budget, repeats=arguments.repeats, limit=arguments.limit
+            *(spec, arguments.shapes, arguments.seed, arguments.budget),
+            **dict(repeats=arguments.repeats, limit=arguments.limit, only=clauses_of(arguments)),
         )
     except KernelAuditError as error:
         return f"NOT RUN {operation} · {kernel}: {error}"
@@ -84,7 +114,8 @@ def bench_one(operation: str, arguments) -> str:
         if len(kernels) == 1 and not (arguments.kernel and OURS in arguments.kernel):
             return "\n".join((*missing, f"NOT RUN {operation}: no other kernel is here"))
         about = operation, kernels, arguments.shapes, arguments.device, arguments.seed, arguments.replays
-        rows, found, verdicts = bench_kernels(*about)
+        known = {k: v for k in kernels if (v := audited(operation, k, arguments)) is not None}
+        rows, found, verdicts = bench_kernels(*about, waivers=waivers(arguments.waive), verdicts=known)
     except KernelAuditError as error:
         return f"NOT RUN {operation}: {error}"
     except Exception as error:  # a fault of one benchmark must not end the others
@@ -113,6 +144,10 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--show", type=int, default=3, help="findings that are printed of each")
     parser.add_argument("--bench", action="store_true", help="time the kernels instead")
     parser.add_argument("--replays", type=int, default=30, help="of each kernel on each row of a benchmark")
+    parser.add_argument("--audited", help="folder of reports that --bench believes")
+    parser.add_argument("--waive", action="append", help="TEXT=REASON, of --bench: a case that need not be right")
+    parser.add_argument("--clause", action="append", help="only this one, behind the gate; may be given several times")
+    parser.add_argument("--without", action="append", default=[], help="not this clause; may be given several times")
     parser.add_argument("--whole", action="store_true", help="write checks that passed to the JSON too")
     parser.add_argument("--out", required=True)
     return parser.parse_args(given)

@@ -80,6 +80,8 @@ def _score_case(family, form, B, T, w, draw) -> Case:
             q += sign * keys.gather(1, place.unsqueeze(-1).expand(-1, -1, D)).unsqueeze(2)
     if family == "at the edge of ReLU":  # heads alternate in sign, so that ReLU after the sum shows
         weights = weights.abs() * torch.where(torch.arange(H) % 2 == 0, 1.0, -1.0)
+    few = visible.unsqueeze(-1) < 8  # a sum that cancels in a row of few scores would alone set the limit of all
+    weights = torch.where(few, weights.abs(), weights)
     q = held_by_fp8(q) if form is RowFormat.INDEX_FP8 else q
     packed = keys.to(draw.dtype) if form is None else draw.packed(form, keys)
     unread = {"keys": unseen(packed, visible.amax(1))}

@@ -21,7 +21,8 @@ from dsv4.probes.result import Check, Status
 
 @dataclass
 class KernelAudit:
-    """Result of one audit: checks by clause, and how they came about."""
+    """Result of one audit: checks by clause, and how they came about. waivers: text of a finding → why it is no
+    finding here."""
 
     spec: SubjectSpec
     contract: Contract
@@ -33,11 +34,13 @@ class KernelAudit:
     seconds: float = 0.0
     repeats: int = 0
     looks_like: list[str] = field(default_factory=list)
+    waivers: dict[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
         """FAIL, ERROR, VACUOUS, PASS, or 'PASS, limited' where a clause or a case was not run."""
-        asked = [c for c in self.checks if c.name != "not run"]
+        waived = [check for check, _ in self.waived]
+        asked = [c for c in self.checks if c.name != "not run" and c not in waived]
         if any(c.status is Status.FAIL for c in asked):
             return "FAIL"
         if any(c.status is Status.ERROR for c in asked):
@@ -49,17 +52,35 @@ class KernelAudit:
             return "ERROR"
         refused = any(c.status is Status.WARN for c in asked)
         limited = {c.part for c in asked} < set(ORDER) or len(asked) < len(self.checks) or self.skipped or refused
-        return "PASS, limited" if limited else "PASS"
+        return "PASS, limited" if limited or waived else "PASS"
 
     @property
     def findings(self) -> list[Check]:
-        """Checks that failed, in the order of the clauses."""
-        return [c for c in self.checks if c.status in (Status.FAIL, Status.ERROR) and c.name != "not run"]
+        """Checks that failed and are not waived, in the order of the clauses."""
+        waived = [check for check, _ in self.waived]
+        return [c for c in _failed(self.checks) if c not in waived]
+
+    @property
+    def waived(self) -> list[tuple[Check, str]]:
+        """Checks that failed and whose text a waiver names, with its reason."""
+        why = lambda c: next((w for text, w in self.waivers.items() if text in told(c)), None)
+        return [(c, reason) for c in _failed(self.checks) if (reason := why(c)) is not None]
 
     @property
     def caught(self) -> list[str]:
         """Clauses with a finding."""
         return list(dict.fromkeys(c.part for c in self.findings))
+
+
+def _failed(checks: list[Check]) -> list[Check]:
+    return [c for c in checks if c.status in (Status.FAIL, Status.ERROR) and c.name != "not run"]
+
+
+def told(check: Check) -> str:
+    """One finding as one line."""
+    measured = "" if check.measured is None else f", {check.measured:g} {check.unit}"
+    rest = " ".join(filter(None, (check.note, check.found and f"at {check.found}")))
+    return f"{check.part}: {check.name}; {check.where}{measured}" + (f" ({rest})" if rest else "")
 
 
 def audit_kernel(
@@ -73,6 +94,7 @@ def audit_kernel(
     repeats: int | None = None,
     said: Callable[[str], None] = lambda _: None,
     limit: float = 60.0,
+    waivers: dict[str, str] | None = None,
 ) -> KernelAudit:
     """Run the clauses `only` on one kernel, at most `budget` seconds: what is left then is said to be not run.
 
@@ -82,7 +104,7 @@ def audit_kernel(
     spec, takes, prepared = _adapted(spec, takes)
     audit = KernelAudit(spec, contract, shapes, spec.accuracy or "default", seed)
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
-    audit.repeats = repeats
+    audit.repeats, audit.waivers = repeats, waivers or {}
     with Worker(spec, limit) as worker:
         worker.start()
         scene = Scene(
@@ -92,7 +114,7 @@ def audit_kernel(
         audit.skipped = scene.skipped
         for name in only:
             said(name)
-            if scene.late:
+            if scene.late and name != ORDER[0]:  # without the gate there would be no verdict
                 audit.checks.append(not_run(name, f"the budget of {budget:.0f} s was spent"))
                 continue
             worker.stop()  # what one clause leaves behind is not the next one's finding

@@ -20,6 +20,7 @@ from dsv4.probes.kernel_audit.worker import Worker
 
 SUSPECT = 0.9  # share of the floor under which a time is not believed
 BOOTSTRAPS = 400
+NEEDED = "gate", "calls", "capture"  # clauses of the audit before a kernel is timed
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,19 @@ class Row:
 
 
 def bench_kernels(
-    operation, kernels, shapes, device, seed, replays=30, said=lambda _: None
+    operation, kernels, shapes, device, seed, replays=30, said=lambda _: None, waivers=None, verdicts=None
 ) -> tuple[list[Row], dict, dict]:
-    """(rows, what the device does, kernel → verdict of its audit). Raises KernelAuditError."""
+    """(rows, what the device does, kernel → verdict of its audit). verdicts: those of audits that were made at these
+    shapes on this device. Raises KernelAuditError."""
     contract = contract_of(operation)
     if not device.startswith("cuda"):
         raise KernelAuditError(f"kernels are timed by CUDA graphs, and the device is {device}; use --device cuda")
     specs = [_spec(operation, kernel, device) for kernel in kernels]
-    verdicts = {}
+    verdicts = dict(verdicts or {})
     for spec in specs:
-        said(f"audit of {spec.kernel}")
-        verdicts[spec.kernel] = _verdict(spec, shapes, seed)
+        if spec.kernel not in verdicts:
+            said(f"audit of {spec.kernel}")
+            verdicts[spec.kernel] = _verdict(spec, shapes, seed, waivers)
     draw, widths = (
         Draw(seed, torch.bfloat16 if torch.bfloat16 in contract.dtypes else contract.dtypes[0]),
         WIDTHS[shapes],
@@ -82,9 +85,9 @@ def _spec(operation: str, kernel: str, device: str) -> SubjectSpec:
     return SubjectSpec(operation, kernel, device, accuracy=accuracy)
 
 
-def _verdict(spec: SubjectSpec, shapes: str, seed: int) -> str:
+def _verdict(spec: SubjectSpec, shapes: str, seed: int, waivers: dict[str, str] | None) -> str:
     try:
-        return audit_kernel(spec, shapes, seed, only=("gate", "capture", "calls")).verdict
+        return audit_kernel(spec, shapes, seed, only=NEEDED, waivers=waivers).verdict
     except KernelAuditError as error:
         return f"NOT RUN: {error}"
 

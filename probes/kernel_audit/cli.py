@@ -17,7 +17,7 @@ from dsv4.terminal import errors, print_json, wide
 SHAPES = ("small", "flash", "pro")
 CLAUSE_NAMES = (
     *("gate", "poison", "written", "guard", "inputs", "layout", "empty", "batch", "repeats", "state", "calls"),
-    *("streams", "capture", "addresses", "integrity"),
+    *("streams", "capture", "addresses", "processors", "sanitizer", "integrity"),
 )
 
 kernel_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -29,6 +29,21 @@ Operation = Annotated[str, typer.Argument(help="Operation, as `dsv4 kernel list`
 Shapes = Annotated[str, choice(SHAPES, "Widths of the model.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Seed = Annotated[int | None, typer.Option(help="Of the cases; default: drawn, and printed.", show_default=False)]
+
+
+Waivers = Annotated[
+    list[str] | None,
+    typer.Option(help="TEXT=REASON: findings whose line holds TEXT do not count; the report lists them.", metavar="W"),
+]
+
+
+def waivers(given: list[str] | None) -> dict[str, str]:
+    """Text → reason. Raises InputError for a waiver without one."""
+    pairs = [w.partition("=") for w in given or ()]
+    for text, _, reason in pairs:
+        if not text.strip() or not reason.strip():
+            raise InputError(f"--waive is {text!r} without a reason; expected TEXT=REASON")
+    return {text: reason for text, _, reason in pairs}
 
 
 @kernel_app.command("audit")
@@ -58,6 +73,7 @@ def audit(
         str | None, typer.Option(help="Time, e.g. 120s: clauses that would begin later are not run.")
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds for one answer before the process is ended.")] = 60.0,
+    waive: Waivers = None,
     seed: Seed = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for audit.md and audit.json.", callback=folder, show_default=False)
@@ -80,7 +96,8 @@ def audit(
     seed, started = random.SystemRandom().randrange(1 << 31) if seed is None else seed, time.time()
     with _progress(len(only)) as said:
         found = audit_kernel(
-            spec, shapes, seed, seconds(budget) if budget else float("inf"), None, only, None, repeats, said, limit
+            *(spec, shapes, seed, seconds(budget) if budget else float("inf"), None, only, None, repeats, said, limit),
+            waivers=waivers(waive),
         )
     report = document(found, command_line(called(sys.argv)), date(started))
     if out is not None:
@@ -175,6 +192,7 @@ def bench(
     device: Device = "cuda",
     shapes: Shapes = "flash",
     replays: Annotated[int, typer.Option(min=5, help="Replays of each kernel on each row, cold and hot.")] = 30,
+    waive: Waivers = None,
     seed: Seed = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for bench.md and bench.json.", callback=folder, show_default=False)
@@ -191,7 +209,8 @@ def bench(
     _available(device)
     seed, started = random.SystemRandom().randrange(1 << 31) if seed is None else seed, time.time()
     with _progress(2 * len(kernel)) as said:
-        rows, found, verdicts = bench_kernels(operation, kernel, shapes, device, seed, replays, said)
+        about = operation, kernel, shapes, device, seed, replays, said
+        rows, found, verdicts = bench_kernels(*about, waivers=waivers(waive))
     about = command_line(called(sys.argv)), date(started), seed, device
     report = document(operation, shapes, rows, found, verdicts, *about)
     if out is not None:

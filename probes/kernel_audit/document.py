@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.probes.kernel_audit.audit import KernelAudit
+from dsv4.probes.kernel_audit.audit import KernelAudit, told
 from dsv4.probes.kernel_audit.plant import CLAUSES
 from dsv4.probes.provenance import commit, device, versions, without_paths
 from dsv4.probes.result import Check, Status
@@ -15,7 +15,7 @@ SCHEMA = 1
 UNDEFENDED = (
     "a kernel that reaches into its process to deceive the audit (ctypes, frames, other processes)",
     "shapes that were not run, and rates of races below the one that the repeats exclude",
-    "another number of multiprocessors, MIG slices and clocks than this machine's",
+    "more multiprocessors than this machine has, MIG slices and other clocks",
 )
 MOST = 12  # findings shown
 
@@ -43,6 +43,7 @@ def document(audit: KernelAudit, command: str, day: str) -> dict:
         "repeats": audit.repeats,
         "verdict": audit.verdict,
         "looks_like": audit.looks_like,
+        "waived": [{"finding": told(c), "reason": why} for c, why in audit.waived],
         "clauses": clauses(audit),
         "skipped": audit.skipped,
         "checks": [c.to_json() for c in audit.checks],
@@ -58,7 +59,7 @@ def source_hash(kernel: str) -> str | None:
 def clauses(audit: KernelAudit) -> list[dict]:
     """One row a clause: checks, findings, worst error as a multiple of its limit, the weakest canary, what was not
     run."""
-    rows = []
+    rows, waived = [], [check for check, _ in audit.waived]
     for name, about in CLAUSES.items():
         mine = [c for c in audit.checks if c.part == name]
         asked = [c for c in mine if c.name != "not run"]
@@ -69,7 +70,7 @@ def clauses(audit: KernelAudit) -> list[dict]:
                 "clause": name,
                 "about": about,
                 "checks": len(asked),
-                "findings": sum(c.status in (Status.FAIL, Status.ERROR) for c in asked),
+                "findings": sum(c.status in (Status.FAIL, Status.ERROR) and c not in waived for c in asked),
                 "refused": sum(c.status is Status.WARN for c in asked),
                 "vacuous": sum(c.status is Status.VACUOUS for c in asked),
                 "worst": max(numbers, default=None),
@@ -85,20 +86,14 @@ def headline(found: dict) -> str:
     caught = [row["clause"] for row in found["clauses"] if row["findings"]]
     parts = [f"{found['verdict']} {found['operation']}", found["kernel"], f"{found['shapes']} shapes"]
     parts += [found["about"]["device"], f"accuracy {found['accuracy']}"]
-    return " · ".join(parts) + (f": {', '.join(caught)}" if caught else "")
+    count = len(found.get("waived", ()))
+    return " · ".join(parts) + (f": {', '.join(caught)}" if caught else "") + (f" · {count} waived" if count else "")
 
 
 def likeness(found: dict) -> str:
     """'Its wrong results are those of: the sink is ignored.', or ''."""
     names = found["looks_like"]
     return f"Its wrong results are those of a planted fault: {' or '.join(names[:3])}." if names else ""
-
-
-def told(check: Check) -> str:
-    """One finding as one line."""
-    measured = "" if check.measured is None else f", {check.measured:g} {check.unit}"
-    rest = " ".join(filter(None, (check.note, check.found and f"at {check.found}")))
-    return f"{check.part}: {check.name}; {check.where}{measured}" + (f" ({rest})" if rest else "")
 
 
 def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:
@@ -115,6 +110,9 @@ def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:
         lines += [f"- and {len(findings) - MOST} more, in the JSON"] if len(findings) > MOST else []
     else:
         lines += ["No fault was found by these clauses on these shapes."]
+    if found["waived"]:
+        lines += ["", "## Waived", "", *(f"- {w['finding']}: {w['reason']}" for w in found["waived"][:MOST])]
+        lines += [f"- and {len(found['waived']) - MOST} more, in the JSON"] if len(found["waived"]) > MOST else []
     lines += ["", "## What was asked", "", "| clause | checks | findings | worst, × limit | weakest canary | about |"]
     lines += ["|---|---|---|---|---|---|", *map(_row, found["clauses"])]
     if found["skipped"]:

@@ -103,8 +103,6 @@ FAULTS = {
 }
 
 NOT_PLANTED = {
-    3: "It needs a GPU kernel that captures a graph of its own.",
-    4: "It needs a GPU kernel with a stream of its own. A launch on the default stream is planted as 75.",
     8: "It concerns the benchmark, which the self-test does not run.",
     10: "It is not defended against; references, tolerances and seeds are in another process.",
     11: "It needs a GPU and concerns the benchmark.",
@@ -114,13 +112,6 @@ NOT_PLANTED = {
     19: "It concerns the benchmark, which the self-test does not run.",
     20: "It concerns the benchmark, which the self-test does not run.",
     29: "No contract has ranges with a start and an end.",
-    31: "It needs a GPU, since an assertion on the device ends the process.",
-    44: "No plant was written.",
-    46: "No plant was written: it needs a kernel that works in splits.",
-    60: "It needs a GPU with pools of several GiB.",
-    68: "It needs a GPU kernel with counters.",
-    70: "No clause measures memory over many calls.",
-    74: "It needs a GPU with another number of multiprocessors.",
     76: "It needs two GPUs.",
     79: "It needs a GPU kernel that allocates while it is captured.",
     80: "It needs a GPU kernel that is tuned at its first call.",

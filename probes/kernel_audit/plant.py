@@ -18,6 +18,8 @@ CLAUSES = {
     "streams": "another stream, a producer that is late, a consumer that does not wait",
     "capture": "captured with one problem, replayed with others",
     "addresses": "offsets beyond 2 GiB and 4 GiB",
+    "processors": "a part of the device's multiprocessors",
+    "sanitizer": "compute-sanitizer: accesses, races in shared memory, barriers",
     "integrity": "clocks, threads, result types and memory of the process",
     "timing": "results of timed replays, time against the physical floor",
 }

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from dsv4.kernels.contract import tensors
 from dsv4.probes.kernel_audit.errors import SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.harness import bits, raw
@@ -12,13 +14,20 @@ COUNT = 130
 
 
 def many(harness, arguments, templates, count: int, looks: list[int]):
-    """Results of some of `count` calls."""
-    fresh, found = harness.fresh(arguments), []
+    """(results of some of `count` calls, bytes of device memory that the later half of them took and kept)."""
+    fresh, found, memory = harness.fresh(arguments), [], lambda: 0
+    if harness.device.type == "cuda":
+        memory = torch.cuda.memory_allocated
+    half = 0
     for i in range(count):
+        if i == count // 2:
+            results = None
+            half = memory()
         results = harness.call(fresh(), templates)
         if i in looks:
             found.append(raw(results))
-    return found
+    results = None
+    return found, memory() - half
 
 
 def overwritten(harness, first, second, templates):
@@ -51,9 +60,11 @@ def run(scene: Scene) -> Iterator[Check]:
     looks = [3, 10, 11, 30, 64, 65, 100, COUNT - 1]
     statement, where = f"results of later calls of {COUNT} are right", scene.label(truth)
     try:
-        found = scene.worker.ask(many, truth.case.arguments, scene.templates(truth), COUNT, looks)
+        found, grown = scene.worker.ask(many, truth.case.arguments, scene.templates(truth), COUNT, looks)
         worst = max((truth.judge(f) for f in found), key=lambda j: j.ratio)
         yield check("calls", statement, where, worst)
+        if scene.device.startswith("cuda"):
+            yield held("calls", "memory does not grow with calls", where, grown <= 0, f"{grown} bytes were kept")
     except (SubjectFailed, SubjectDied) as error:
         yield held("calls", statement, where, False, str(error))
     for truth in cases:

@@ -19,6 +19,7 @@ FILES = (
     "routing",
     "formats",
     "pooling",
+    "device",
 )
 
 

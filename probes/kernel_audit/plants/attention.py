@@ -10,6 +10,8 @@ from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.contract import doubles
 from dsv4.probes.kernel_audit.plant import Plant
 
+SPLIT = 16  # rows of a split
+
 
 def _changed(**changes):
     """honest → the honest kernel with some arguments replaced: name → function of the arguments by name."""
@@ -51,6 +53,26 @@ def _without_last(a):
     place = torch.arange(index.shape[1], device=index.device)
     at = torch.where(index >= 0, place, -1).amax(1, keepdim=True)
     return torch.where(place == at, -1, index)
+
+
+def _weights(q, rows, present, sink, scale, *more):
+    """Softmax over rows, the sink and further logits [N, H, n]: [N, H, K + 1 + n] in fp32."""
+    logits = torch.einsum("nhd,nkd->nhk", q.float() * scale, rows.float()).masked_fill(~present.unsqueeze(1), -math.inf)
+    return torch.softmax(torch.cat((logits, sink.view(1, -1, 1).expand(len(q), -1, 1), *more), -1), -1)
+
+
+def _sink_with_values(q, rows, present, sink, scale):
+    p = _weights(q, rows, present, sink, scale)
+    values = torch.cat((rows.float(), rows[:, :1].float()), 1)
+    return torch.einsum("nhk,nkd->nhd", p, values).to(q.dtype)
+
+
+def _empty_splits_count(q, rows, present, sink, scale):
+    padded = torch.nn.functional.pad(present, (0, -present.shape[1] % SPLIT))
+    empty = (~padded.unflatten(1, (-1, SPLIT)).any(-1)).sum(1).float()
+    more = empty.log().view(-1, 1, 1).expand(-1, q.shape[1], 1)  # the logarithm of an empty sum is taken for 0
+    p = _weights(q, rows, present, sink, scale, more)[..., : rows.shape[1]]
+    return torch.einsum("nhk,nkd->nhd", p, rows.float()).to(q.dtype)
 
 
 def _narrow_sums(q, rows, present, sink, scale):
@@ -113,6 +135,8 @@ GATE = {  # name → (entry of the catalogue, make)
     "a row that is listed twice counts once": (28, _changed(entry_index=_deduplicated)),
     "values without the rotated part": (49, _computed(partial(_softmax, value=_half_values))),
     "sums in bf16": (50, _computed(_narrow_sums)),
+    "the sink is weighted with the values of a row": (44, _computed(_sink_with_values)),
+    "a split without rows counts as one of logit 0": (46, _computed(_empty_splits_count)),
 }
 PLANTS = tuple(Plant(name, "sparse_attention", "gate", entry, make) for name, (entry, make) in GATE.items()) + (
     Plant("absent rows are weighted with zero", "sparse_attention", "poison", 21, _gathers_absent),

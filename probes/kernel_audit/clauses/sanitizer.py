@@ -1,0 +1,92 @@
+"""compute-sanitizer on a call: accesses beyond allocations, races in shared memory, barriers that not all reach.
+
+The call is made in a process of its own whose tensors are allocations of their own: inside torch's pool every access
+looks valid to the tool."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dsv4.probes.kernel_audit.scene import Scene, held, not_run
+from dsv4.probes.kernel_audit.subject import SubjectSpec
+from dsv4.probes.kernel_audit.worker import packed, unpacked
+from dsv4.probes.result import Check
+
+TOOLS = {
+    "memcheck": "no access is beyond its allocation",
+    "racecheck": "shared memory has no race",
+    "synccheck": "barriers are reached by all of their threads",
+}
+LIMIT, ERRORS = 300, 66  # seconds of one tool; its exit code where it found something
+HINT = re.compile(r"=+ (Invalid .*|Error: .*|Race .*|Barrier error .*|.*hazard.*)")
+
+
+def installed() -> str | None:
+    """The tool's path."""
+    return shutil.which("compute-sanitizer") or next(
+        (str(p) for p in (Path("/usr/local/cuda/bin/compute-sanitizer"),) if p.is_file()), None
+    )
+
+
+def checked(program: str, tool: str, spec: SubjectSpec, arguments: tuple, templates) -> tuple[str, str]:
+    """('', '') of a call without findings, (what was found, '') of one with, ('', why) where the tool did not run."""
+    with tempfile.TemporaryDirectory() as folder:
+        call, log = Path(folder) / "call", Path(folder) / "log"
+        call.write_bytes(packed((spec, arguments, templates)))
+        command = [program, "--tool", tool, "--error-exitcode", str(ERRORS), "--log-file", str(log)]
+        command += [sys.executable, "-m", __name__, str(call)]
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_INTERPRET": "0"}
+        try:
+            done = subprocess.run(command, capture_output=True, env=environment, timeout=LIMIT, check=False)
+        except subprocess.TimeoutExpired:
+            return "", f"{tool} gave no answer in {LIMIT} s"
+        text = log.read_text(errors="replace") if log.is_file() else ""
+    if done.returncode == ERRORS:
+        return next((m[1].strip() for m in map(HINT.match, text.splitlines()) if m), "errors")[:200], ""
+    if done.returncode == 0 and "ERROR SUMMARY: 0" in text:
+        return "", ""
+    said = (done.stderr.decode(errors="replace").strip().splitlines() or text.splitlines() or [""])[-1]
+    return "", f"{tool} ended with exit code {done.returncode}: {said[:160]}"
+
+
+def run(scene: Scene) -> Iterator[Check]:
+    """The first right case, with each tool."""
+    if not scene.device.startswith("cuda"):
+        yield not_run("sanitizer", "compute-sanitizer needs a CUDA device")
+        return
+    program = installed()
+    if program is None:
+        yield not_run("sanitizer", "compute-sanitizer is not installed")
+        return
+    for truth in scene.few(1):
+        for tool, statement in TOOLS.items():
+            if scene.late:
+                yield not_run("sanitizer", f"the budget was spent before {tool}")
+                continue
+            arguments = truth.case.arguments, scene.templates(truth)
+            found, why = checked(program, tool, scene.worker.spec, *arguments)
+            if why:
+                yield not_run("sanitizer", why)
+            else:
+                yield held("sanitizer", f"{tool}: {statement}", scene.label(truth), not found, found)
+
+
+def main(path: str) -> None:
+    """One call, in the process that the tool watches."""
+    from dsv4.probes.kernel_audit.harness import Harness
+
+    spec, arguments, templates = unpacked(Path(path).read_bytes())
+    harness = Harness(spec)
+    harness.call(harness.place(arguments), templates)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
