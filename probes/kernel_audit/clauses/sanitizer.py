@@ -50,7 +50,7 @@ def checked(program: str, tool: str, spec: SubjectSpec, arguments: tuple, templa
         text = log.read_text(errors="replace") if log.is_file() else ""
     if done.returncode == ERRORS:
         return next((m[1].strip() for m in map(HINT.match, text.splitlines()) if m), "errors")[:200], ""
-    if done.returncode == 0 and "ERROR SUMMARY: 0" in text:
+    if done.returncode == 0 and re.search(r"SUMMARY: 0 (errors|hazards)", text):
         return "", ""
     said = (done.stderr.decode(errors="replace").strip().splitlines() or text.splitlines() or [""])[-1]
     return "", f"{tool} ended with exit code {done.returncode}: {said[:160]}"

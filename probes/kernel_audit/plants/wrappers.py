@@ -133,15 +133,15 @@ def _dense(number: int):
 
 
 def _captured_once(honest):
-    """A graph of the first call, on copies of its arguments, is replayed ever after."""
+    """While a graph is captured, the contents of the last call of the shape are taken for those of this one."""
     kept = {}
 
     def faulty(*arguments):
         key = tuple(tuple(t.shape) for a in arguments for t in tensors(a))
-        if torch.cuda.is_current_stream_capturing() or key not in kept:
-            copies = [rebuilt(a, torch.clone) for a in arguments]
-            kept[key] = honest(*copies)
-        return each(kept[key], torch.clone)
+        if torch.cuda.is_current_stream_capturing() and key in kept:
+            return honest(*kept[key])
+        kept[key] = [rebuilt(a, torch.clone) for a in arguments]
+        return honest(*arguments)
 
     return faulty
 
@@ -165,7 +165,7 @@ def common(operation: str, first: int = 0, lower: tuple[int, ...] = (0,), rows: 
         ("idle after ten calls", "calls", 2, _idle_after_ten),
         ("a later call writes into an earlier result", "state", 66, _one_buffer),
         ("scratch keeps what the call before left", "state", 67, _scratch),
-        ("values of the first call of a shape", "capture", 78, _captured_once),
+        ("values of the call before are built into a graph", "capture", 78, _captured_once),
     ]
     if rows:
         plants.append(("a neighbour's row is read", "batch", 73, _by_neighbour))
