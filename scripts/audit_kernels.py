@@ -31,7 +31,8 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.provenance import called, command_line, date, device
 from dsv4.probes.report import write_files
-from scripts.kernel_table import FOUND, OURS, thinned
+from scripts import kernel_table
+from scripts.kernel_table import FOUND, OURS
 
 
 def audited(operation: str, kernel: str, arguments) -> str | None:
@@ -82,8 +83,8 @@ def one(job: tuple[str, str], arguments) -> str:
         return f"BROKEN {operation} · {kernel}: {type(error).__name__}: {error}"
     report = document(found, command_line(called(sys.argv)), date(started))
     folder = Path(arguments.out) / operation / kernel / arguments.place
-    kept = report if arguments.whole else thinned(report)
-    write_files(folder, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(kept)})
+    kept = text(report) if arguments.whole else kernel_table.text(kernel_table.thinned(report))
+    write_files(folder, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": kept})
     lines = [f"{headline(report)} ({found.seconds:.0f} s, {len(found.skipped)} cases not taken)"]
     return "\n".join(lines + [f"    {told(c)[:260]}" for c in found.findings[: arguments.show]])
 

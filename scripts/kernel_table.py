@@ -3,6 +3,7 @@
     python -m scripts.kernel_table                      # prints the table of audits/kernels/*/*/*/{audit,bench}.json
     python -m scripts.kernel_table FILE.json …          # of these reports
     python -m scripts.kernel_table --into docs/kernels_of_others.md   # between the two marks of that page
+    python -m scripts.kernel_table --short --into README.md   # other people's kernels alone, in fewer words
     python -m scripts.kernel_table --register           # adds entries of new reports to audits/index.json
 
 A report of an audit is a row; reports of benchmarks give the last column: time of ours over the kernel's, with its 95 %
@@ -20,6 +21,7 @@ from dsv4.probes.kernel_audit.adapters import adapters
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 OURS = "ours"
+SHORT = ("operation", "kernel", "clauses held", "accuracy class", "error, × limit", "does not hold", "speed, × ours")
 COLUMNS = ("operation", "kernel", "version", "verdict", "worst, × limit", "accuracy", "findings", "speed, × ours")
 BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 FOUND = ("FAIL", "ERROR")
@@ -27,7 +29,7 @@ MOST, LONGEST = 3, 160  # findings of a row, and letters of one
 KEPT = 12  # checks of a thinned report
 THINNED = (
     f"checks that passed and findings after the first {KEPT} are left out, which `clauses` counts; of `skipped` one "
-    "case a reason is left, and `skipped_cases` counts all"
+    "case a reason is left, and `skipped_cases` counts all; what clauses are about is on the page"
 )
 
 
@@ -35,8 +37,19 @@ def thinned(report: dict) -> dict:
     """An audit's report without the checks that passed, small enough to be committed."""
     checks = [c for c in report["checks"] if c["status"].upper() in (*FOUND, "VACUOUS") or c["name"] == "not run"]
     skipped = {why: case for case, why in reversed(report["skipped"].items())}
-    kept = {"checks": checks[:KEPT], "skipped": {case: why for why, case in skipped.items()}}
+    without = lambda row, key: {k: v for k, v in row.items() if k != key}
+    kept = {
+        "clauses": [without(row, "about") for row in report["clauses"]],
+        "checks": [without(check, "source") for check in checks[:KEPT]],
+        "skipped": {case: why for why, case in skipped.items()},
+    }
     return report | kept | {"thinned": THINNED, "skipped_cases": len(report["skipped"])}
+
+
+def text(report: dict) -> str:
+    """A thinned report: one line an entry."""
+    lines = [f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in report.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def about_kernels() -> dict[tuple[str, str], tuple[str, str]]:
@@ -105,6 +118,43 @@ def table(reports: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def in_short(report: dict) -> str:
+    """'gate: deep below zero, whole logits; layout: q with 4 bytes off' of a report's findings."""
+    found: dict[str, dict[str, None]] = {}
+    for check in report["checks"]:
+        if check["status"].upper() in FOUND and check["name"] != "not run":
+            what = check.get("where", "").split(",")[0]
+            if check.get("part") == "layout":
+                what = check["name"].removeprefix("the result is right with ").replace("laid out ", "")
+            elif check.get("part") in ("addresses", "processors"):
+                what = check["name"]
+            found.setdefault(check.get("part", ""), {})[what] = None
+    return "; ".join(f"{part}: {', '.join(list(whats)[:MOST])}" for part, whats in found.items())
+
+
+def short_row(report: dict, about: dict, speed: dict) -> tuple[str, ...]:
+    """The cells of one published kernel."""
+    key = report["operation"], report["kernel"]
+    asked = [row for row in report["clauses"] if row["checks"]]
+    held = sum(not row["findings"] and not row["vacuous"] for row in asked)
+    gate = next((row["worst"] for row in asked if row["clause"] == "gate"), None)
+    version = about.get(key, ("", ""))[0]
+    return (
+        *(f"`{key[0]}`", version or key[1], f"{held} of {len(asked)}", report["accuracy"]),
+        *("" if gate is None else f"{gate:.2g}", in_short(report), speed.get(key, "")),
+    )
+
+
+def short_table(reports: list[dict]) -> str:
+    """One line a published kernel: how many of the clauses that were asked it holds, and which cases it does not."""
+    audits = [r for r in reports if "clauses" in r and r["kernel"] != OURS]
+    audits.sort(key=lambda r: (r["operation"], r["kernel"]))
+    about, speed = about_kernels(), speeds([r for r in reports if "rows" in r])
+    line = lambda cells: f"| {' | '.join(map(cell, cells))} |"
+    rows = [line(short_row(r, about, speed)) for r in audits]
+    return "\n".join([line(SHORT), "|" + "---|" * len(SHORT), *rows]) + "\n"
+
+
 def put_into(page: Path, text: str) -> None:
     """Replace what lies between the page's two marks. Raises SystemExit where it has none."""
     before, mark, rest = page.read_text().partition(BEGIN)
@@ -159,15 +209,17 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--into", type=Path, help="a page with the two marks")
     parser.add_argument("--register", action="store_true")
+    parser.add_argument("--short", action="store_true", help="other people's kernels alone, in fewer words")
     options = parser.parse_args(given)
     if options.register:
         print("\n".join(register(AUDITS)))
         return
-    text = table([json.loads(f.read_text()) for f in options.files or reports_of(AUDITS)])
+    reports = [json.loads(f.read_text()) for f in options.files or reports_of(AUDITS)]
+    page = (short_table if options.short else table)(reports)
     if options.into:
-        put_into(options.into, text)
+        put_into(options.into, page)
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(page)
 
 
 if __name__ == "__main__":

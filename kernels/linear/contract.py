@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, tensors
+from dsv4.kernels.honest import tensor_core_sums
 from dsv4.kernels.linear import drawn
 from dsv4.kernels.linear.drawn import DENSE, DENSE_FP32, FORMS, FP8, MXFP4, NVFP4, QUANTISED
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
@@ -30,6 +31,12 @@ def honest_linear(x, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
     """fp32 products and sums of the values as they are, one rounding to x's dtype."""
     x32 = simulated_fp8(x, ACTIVATION_BLOCK).float() if simulate else x.float()
     return F.linear(x32, to_float(w)).to(x.dtype)
+
+
+def on_tensor_cores(x, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
+    """As `honest_linear`, with sums as tensor cores make them."""
+    x64 = simulated_fp8(x, ACTIVATION_BLOCK) if simulate else x.double()
+    return tensor_core_sums(x64, values(w)).to(x.dtype)
 
 
 def with_fp8_activations(x, w: PackedWeight, simulate: bool = False) -> torch.Tensor:
@@ -136,7 +143,7 @@ LINEAR = Contract(
     ),
     (Output("y", ("num_tokens", "out_features"), "activation", "fp32 sums, one rounding"),),
     exact_linear,
-    {"fp32": honest_linear, "fp8-activations": with_fp8_activations},
+    {"tensor-cores": on_tensor_cores, "fp32": honest_linear, "fp8-activations": with_fp8_activations},
     linear_cases,
     linear_work,
     (
@@ -159,6 +166,12 @@ def honest_grouped(x, w: PackedWeight) -> torch.Tensor:
     """fp32 products and sums of the values as they are, one rounding."""
     each = to_float(w).unflatten(0, (x.shape[1], -1))
     return torch.einsum("ngk,grk->ngr", x.float(), each).to(x.dtype)
+
+
+def grouped_on_tensor_cores(x, w: PackedWeight) -> torch.Tensor:
+    """As `honest_grouped`, with sums as tensor cores make them."""
+    each = values(w).chunk(x.shape[1], 0)
+    return torch.stack([tensor_core_sums(x[:, g], part) for g, part in enumerate(each)], 1).to(x.dtype)
 
 
 def grouped_with_fp8(x, w: PackedWeight) -> torch.Tensor:
@@ -211,7 +224,7 @@ GROUPED = Contract(
     ),
     (Output("y", ("num_tokens", "groups", "rank"), "activation", "fp32 sums, one rounding"),),
     exact_grouped,
-    {"fp32": honest_grouped, "fp8-activations": grouped_with_fp8},
+    {"tensor-cores": grouped_on_tensor_cores, "fp32": honest_grouped, "fp8-activations": grouped_with_fp8},
     grouped_cases,
     grouped_work,
     ("a scale block may span two groups", "a row of zeros gives zeros"),

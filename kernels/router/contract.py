@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work
+from dsv4.kernels.honest import tensor_core_sums
 from dsv4.kernels.router import reference
 
 GAP = 2e-3  # between the biased scores of the last expert that is chosen and the first that is not
 VOCAB = 37
-STEP = 16  # columns that are added at once
 
 
 def exact_scores(x, weight) -> torch.Tensor:
@@ -38,19 +38,9 @@ def exact_hashed(x, weight, table, ids, factor: float):
     return indices, weighed(exact_scores(x, weight), indices, factor)
 
 
-def logits_of(x, weight) -> torch.Tensor:
-    """Logits in fp32 as tensor cores add them: products of 16 columns at a time, each new sum cut to 24 bits and not
-    rounded (Fasi et al. 2021, "Numerical behavior of NVIDIA tensor cores"). The order is the same on every processor."""
-    total = torch.zeros(len(x), len(weight), dtype=torch.float64)
-    for a, b in zip(x.double().split(STEP, 1), weight.double().split(STEP, 1)):
-        mantissa, exponent = torch.frexp(total + a @ b.T)
-        total = torch.ldexp((mantissa * 2.0**24).trunc(), exponent - 24)
-    return total.float()
-
-
 def scored_fp64(x, weight, bias, topk: int, factor: float):
     """An honest kernel: logits in fp32, scores and their sum in fp64."""
-    scores = F.softplus(logits_of(x, weight).double()).sqrt()
+    scores = F.softplus(tensor_core_sums(x, weight).double()).sqrt()
     indices = torch.topk(scores.float() + bias, topk, dim=-1).indices
     return indices, reference.routing_weights(scores, indices, factor)
 
@@ -58,12 +48,12 @@ def scored_fp64(x, weight, bias, topk: int, factor: float):
 def hashed_fp64(x, weight, table, ids, factor: float):
     """An honest kernel: logits in fp32, scores and their sum in fp64."""
     indices = table.index_select(0, ids)
-    return indices, reference.routing_weights(F.softplus(logits_of(x, weight).double()).sqrt(), indices, factor)
+    return indices, reference.routing_weights(F.softplus(tensor_core_sums(x, weight).double()).sqrt(), indices, factor)
 
 
 def narrow_scores(x, weight) -> torch.Tensor:
     """Scores in fp32 throughout: softplus as max(l, 0) + log1p(exp(−|l|))."""
-    logits = logits_of(x, weight)
+    logits = tensor_core_sums(x, weight)
     return (logits.clamp(min=0) + torch.log1p((-logits.abs()).exp())).sqrt()
 
 

@@ -84,6 +84,12 @@ class Harness:
         """Bytes of the ordered results of a call, to be compared."""
         return bits(self.ordered(self.call(arguments, templates, fill)))
 
+    def steady(self, fresh: Callable[[], tuple], templates: Templates | tuple = ()) -> list[bytes] | None:
+        """Bytes of the ordered results; None where a second call right behind the first gives others, which is what
+        the clause of repeats is for."""
+        first = self.bits(fresh(), templates)
+        return first if self.bits(fresh(), templates) == first else None
+
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
         """Returned tensors and those that were written in place, in the order of the contract's outputs."""
         rest = list(tensors(returned))
