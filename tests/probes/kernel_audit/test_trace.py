@@ -284,3 +284,19 @@ def test_flashinfer_bench_reads_what_is_written(tmp_path):
         definition, line = found.definitions[name], lines[0].workload
         given = bench.gen_inputs(definition, line, "cpu", bench.load_safetensors(definition, line, tmp_path / "set"))
         assert definition.get_axes_values_from_inputs(given) == line.axes
+
+
+def test_sol_execbench_reads_what_is_written(tmp_path):
+    data = pytest.importorskip("sol_execbench.core.data")
+    bench = pytest.importorskip("sol_execbench.core.bench.io")
+    made = dataset.write_dataset(tmp_path / "set", contracts().values(), SMALL, dialect="sol")
+    assert made.definitions
+    for name in made.definitions:
+        folder = tmp_path / "set" / name
+        definition = data.Definition(**json.loads((folder / "definition.json").read_text()))
+        lines = [data.Workload(**json.loads(line)) for line in (folder / "workload.jsonl").read_text().splitlines()]
+        solution = data.Solution(**json.loads((folder / "solution.json").read_text()))
+        assert (definition.name, solution.definition) == (name, name) and len(lines) == made.definitions[name]
+        held = bench.load_safetensors(definition, lines[0], [folder])
+        given = bench.gen_inputs(definition, lines[0], "cpu", held)
+        assert len(given) == len(definition.inputs)
