@@ -10,7 +10,7 @@ from dsv4.kernels.contract import Case, tensors
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.widths import WIDTHS
-from dsv4.probes.kernel_audit.acceptance import truth_of
+from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
 from dsv4.probes.kernel_audit.adapters import adapter
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.errors import KernelAuditError
@@ -104,8 +104,9 @@ def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: i
     why = {s.kernel: _takes(s, case) for s in specs}
     why |= {k: v for k, v in verdicts.items() if not v.startswith("PASS")}
     asked = [s for s in specs if not why.get(s.kernel)]
+    truths: dict[str, Truth] = {}
     for spec, found in zip(asked, worker.ask(answers, asked, case.arguments)):
-        why[spec.kernel] = _wrong(contract, case, spec, found)
+        why[spec.kernel] = _wrong(contract, case, spec, found, truths)
     ready = [s for s in asked if not why.get(s.kernel)]
     found = worker.ask(race, ready, case.arguments, replays) if ready else {"empty": None}
     first = next((i for i, s in enumerate(ready) if s.kernel == specs[0].kernel), None)
@@ -119,14 +120,16 @@ def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: i
     return Row(case.label, work.bytes, work.flops, work.formula, floor, found["empty"], times)
 
 
-def _wrong(contract, case: Case, spec: SubjectSpec, found) -> str | None:
-    """Why a kernel's results on a timed case are not right, None if they are."""
+def _wrong(contract, case: Case, spec: SubjectSpec, found, truths: dict[str, Truth]) -> str | None:
+    """Why a kernel's results on a timed case are not right, None if they are. truths: by accuracy class, as far as they
+    were made."""
     if isinstance(found, str):
         return found
     accuracy = spec.accuracy or contract.default(
         next(t.dtype for t in tensors(case.arguments) if t.is_floating_point())
     )
-    judgement = truth_of(contract, case, accuracy).judge(found)
+    truths[accuracy] = truths.get(accuracy) or truth_of(contract, case, accuracy)
+    judgement = truths[accuracy].judge(found)
     return None if judgement.ratio <= 1 else f"wrong: {judgement.ratio:.3g} × limit at {judgement.place}"
 
 

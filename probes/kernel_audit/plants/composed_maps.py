@@ -212,7 +212,7 @@ PLANTS = (
     *gates("linears", LINEARS),
     *common("linears"),
     *gates("project_heads", PROJECT),
-    *common("project_heads"),
+    *common("project_heads", kept=1),
     *gates("mhc_pre_norm", COMB | _norms("mhc_pre_norm")),
     *common("mhc_pre_norm"),
     *gates("mhc_post_pre_norm", COMB | MERGED | _norms("mhc_post_pre_norm")),

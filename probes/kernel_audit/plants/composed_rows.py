@@ -277,11 +277,11 @@ def _leak(honest):
 
 PLANTS = (
     *gates("query_heads", HEADS),
-    *common("query_heads"),
+    *common("query_heads", kept=1),
     *gates("latent", LATENT),
     *common("latent"),
     *gates("index_queries", INDEX),
-    *common("index_queries"),
+    *common("index_queries", kept=1),
     *gates("store_rows", STORE),
     *in_place("store_rows", (3,), lower=1),
     *gates("pool_entries", POOL),

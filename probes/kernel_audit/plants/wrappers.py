@@ -146,9 +146,12 @@ def _captured_once(honest):
     return faulty
 
 
-def common(operation: str, first: int = 0, lower: tuple[int, ...] = (0,), rows: bool = True) -> tuple[Plant, ...]:
-    """The faults of any operation that returns its results. first: an argument with strides, which may not be written;
-    lower: arguments whose precision matters; rows: queries do not depend on each other."""
+def common(
+    operation: str, first: int = 0, lower: tuple[int, ...] = (0,), rows: bool = True, kept: int | None = None
+) -> tuple[Plant, ...]:
+    """The faults of any operation that returns its results. first: an argument with strides; lower: arguments whose
+    precision matters; rows: queries do not depend on each other; kept: an argument that may not be written, `first` by
+    default."""
     plants = [
         ("zeros", "gate", 12, after(lambda result, *a: each(result, torch.zeros_like))),
         (
@@ -159,7 +162,7 @@ def common(operation: str, first: int = 0, lower: tuple[int, ...] = (0,), rows: 
         ),
         ("memory that nobody wrote", "written", 9, after(lambda result, *a: each(result, torch.empty_like))),
         ("the last row is not stored", "written", 63, after(_tail_unwritten)),
-        ("an argument is overwritten", "inputs", 65, _written_over(first)),
+        ("an argument is overwritten", "inputs", 65, _written_over(first if kept is None else kept)),
         ("strides are ignored", "layout", 61, _dense(first)),
         ("results by the addresses of arguments", "calls", 1, _kept_by_address),
         ("idle after ten calls", "calls", 2, _idle_after_ten),
