@@ -152,7 +152,7 @@ def _progress(count: int):
 
 
 def _print(report: dict, findings: list[str]) -> None:
-    """Headline, findings, one row a clause."""
+    """Headline, findings, one row a clause that was asked, one line a reason why others were not."""
     from rich import box
     from rich.table import Table
 
@@ -167,16 +167,18 @@ def _print(report: dict, findings: list[str]) -> None:
     if len(findings) > MOST:
         console.print(f"  and {len(findings) - MOST} more, in --out or --json")
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("clause", "checks", "findings", "worst, × limit", "weakest canary", ""):
-        table.add_column(name, justify="left" if name in ("clause", "") else "right")
-    number = lambda x: "" if x is None else f"{x:.3g}"
+    for name in ("clause", "checks", "findings", "worst, × limit", "weakest canary"):
+        table.add_column(name, justify="left" if name == "clause" else "right")
+    number, reasons = lambda x: "" if x is None else f"{x:.3g}", {}
     for row in report["clauses"]:
-        note = f"NOT RUN: {row['not_run']}" if not row["checks"] else ""
-        table.add_row(
-            *(row["clause"], str(row["checks"] or ""), str(row["findings"] or ""), number(row["worst"])),
-            *(number(row["power"]), note),
-        )
+        if row["checks"]:
+            cells = row["clause"], str(row["checks"]), str(row["findings"] or ""), number(row["worst"])
+            table.add_row(*cells, number(row["power"]))
+        else:
+            reasons.setdefault(row["not_run"], []).append(row["clause"])
     console.print(table)
+    for why, clauses in reasons.items():
+        console.print(f"NOT RUN: {', '.join(clauses)}: {why}")
     skipped = set(report["skipped"].values())
     if skipped:
         console.print(f"{len(report['skipped'])} cases not asked for: {'; '.join(sorted(skipped))}")
