@@ -125,10 +125,13 @@ def _case(scene: Scene, truth, others) -> Iterator[Check]:
         for name, right in scene.worker.ask(between, mine, problems, templates).items():
             if not right or name == problems[-1][0]:
                 yield held("state", statement, where, right, f"other bits after {name}")
-        unchanged, apart = scene.worker.ask(kept, *pair[0], pair[1])
-        yield held("state", "results of an earlier call stay as they were", where, unchanged, "they changed")
-        free = apart or bool(scene.contract.written)
-        yield held("state", "results of two calls lie in memory of their own", where, free, "they share memory")
+        alike = scene.others.get(next(i for i, t in enumerate(scene.truths) if t is truth), other)
+        for second in {id(t): t for t in (other, alike)}.values():
+            both = scene.templates(truth), scene.templates(second)
+            unchanged, apart = scene.worker.ask(kept, mine, second.case.arguments, both)
+            yield held("state", "results of an earlier call stay as they were", where, unchanged, "they changed")
+            free = apart or bool(scene.contract.written)
+            yield held("state", "results of two calls lie in memory of their own", where, free, "they share memory")
         said = scene.worker.ask(in_turn, *pair)
         yield held("state", "two problems in turn and in two threads keep their bits", where, not said, said)
     except (SubjectFailed, SubjectDied) as error:

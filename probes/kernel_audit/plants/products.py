@@ -59,12 +59,15 @@ def _narrow_grouped(honest):
 
 
 def _random_order(honest):
-    """Sums of the blocks of columns are added in an order that changes from call to call."""
+    """Sums of the blocks of columns are added in an order that changes from call to call, each cut to 16 bits."""
 
     def faulty(x, w, simulate=False):
         x32, w = (simulate_fp8_blocks(x, 128) if simulate else x).float(), to_float(w)
-        parts = torch.stack([a @ b.T for a, b in zip(x32.split(32, 1), w.split(32, 1))])
-        return torch.stack([parts[i] for i in torch.randperm(len(parts))]).cumsum(0)[-1].to(x.dtype)
+        parts = [a @ b.T for a, b in zip(x32.split(32, 1), w.split(32, 1))]
+        total = torch.zeros_like(parts[0])
+        for i in torch.randperm(len(parts)).tolist():
+            total = (total + parts[i]).view(torch.int32).bitwise_and_(-256).view(torch.float32)
+        return total.to(x.dtype)
 
     return faulty
 

@@ -240,7 +240,7 @@ def in_place(operation: str, written: tuple[int, ...], lower: int = 0) -> tuple[
     plants = (
         ("zeros", "gate", 12, _then(lambda t, was: t.zero_(), written)),
         ("inputs in a lower precision", "gate", 14, _coarsely(lower)),
-        ("the last row is not stored", "written", 63, _then(lambda t, was: t[-1:].copy_(was[-1:]), written)),
+        ("the last row is not stored", "gate", 63, _then(lambda t, was: t[-1:].copy_(was[-1:]), written)),
         ("a store behind the end", "guard", 64, _then(_beyond, written)),
         ("idle after ten calls", "calls", 2, _idle(written)),
     )
