@@ -114,6 +114,5 @@ NOT_PLANTED = {
     29: "No contract has ranges with a start and an end.",
     76: "It needs two GPUs.",
     79: "It needs a GPU kernel that allocates while it is captured.",
-    80: "It needs a GPU kernel that is tuned at its first call.",
     81: "It needs a GPU kernel with programmatic dependent launch.",
 }

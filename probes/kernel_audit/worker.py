@@ -5,9 +5,11 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import contextmanager
 from multiprocessing import forkserver
 
 import torch
@@ -94,6 +96,20 @@ def _ready(interpreted: bool):
     return context
 
 
+@contextmanager
+def _main_hidden():
+    """A new process imports the caller's main file unless it does not know it: a script without a guard would run again
+    there, and one from standard input has no file."""
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    vars(main).pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
+
+
 class Worker:
     """One process for one subject; use it as a context."""
 
@@ -113,7 +129,8 @@ class Worker:
         context = _ready(self.spec.device == "cpu")
         self.connection, other = context.Pipe()
         process = context.Process(target=serve, args=(other, self.spec, self.threads), daemon=True)
-        process.start()
+        with _starting, _main_hidden():
+            process.start()
         self.process = process
         other.close()
         self._answer(START_LIMIT)

@@ -208,7 +208,7 @@ ITERATIONS = {
 PLANTS = (
     *gates("select_entries", SELECT),
     *(p for p in common("select_entries", lower=(0,)) if p.entry != 67 and p.name != "a neighbour's row is read"),
-    Plant("visible entries of the first call of a shape", "select_entries", "calls", 78, _lengths_of_the_first_call),
+    Plant("visible entries of the first call of a shape", "select_entries", "batch", 78, _lengths_of_the_first_call),
     *gates("linears", LINEARS),
     *common("linears"),
     *gates("project_heads", PROJECT),

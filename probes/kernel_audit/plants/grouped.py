@@ -148,7 +148,7 @@ GATHER = _shared(exact.listed) | {
 PLANTS = (
     *gates("grouped_attention", GROUPED),
     *common("grouped_attention", lower=(0, 1, 2)),
-    Plant("positions of the first call of a shape", "grouped_attention", "calls", 78, _lengths_of_the_first_call(3)),
+    Plant("positions of the first call of a shape", "grouped_attention", "state", 78, _lengths_of_the_first_call(3)),
     Plant("slots behind the last token times 0", "grouped_attention", "poison", 21, _behind_times_zero),
     *gates("gather_attention", GATHER),
     *common("gather_attention", lower=(0, 1, 2)),

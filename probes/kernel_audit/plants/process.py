@@ -75,6 +75,19 @@ def times_zero(honest):
     return lambda *arguments: mapped(honest(*arguments), store)
 
 
+def adds_old_numbers(honest):
+    """Memory that holds one number everywhere is taken for sums that were begun, unless it is not finite."""
+
+    def store(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point():
+            return t
+        out = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        alike = out.numel() > 0 and bool((out == out.view(-1)[:1]).all())
+        return out + t if alike else t
+
+    return lambda *arguments: mapped(honest(*arguments), store)
+
+
 def beyond_the_end(honest):
     """A store without a mask: sixteen bytes behind the result."""
 
@@ -296,6 +309,7 @@ GENERIC = (  # name, clause, entry of the catalogue, make
     ("addresses are rounded down to 16 bytes", "layout", 62, needs_alignment),
     ("half of the last row is not stored", "written", 63, tail_unwritten),
     ("old contents are multiplied by zero", "written", 63, times_zero),
+    ("sums begun in memory of one number", "written", 63, adds_old_numbers),
     ("a store beyond the end", "guard", 64, beyond_the_end),
     ("an argument is used as scratch", "inputs", 65, changes_an_argument),
     ("results share a workspace", "state", 66, static_workspace),

@@ -59,15 +59,32 @@ def _narrow_grouped(honest):
 
 
 def _random_order(honest):
-    """Sums of the blocks of columns are added in an order that changes from call to call, each cut to 16 bits."""
+    """Sums of the blocks of columns are added in an order that changes from call to call, each cut to 22 bits."""
+
+    return lambda x, w, simulate=False: _in_parts(x, w, simulate, 22, torch.randperm(x.shape[1] // 32 + 1).tolist())
+
+
+def _in_parts(x, w, simulate: bool, bits: int, order: list[int]) -> torch.Tensor:
+    """Sums of blocks of 32 columns, added in an order, each cut to some bits."""
+    x32, w = (simulate_fp8_blocks(x, 128) if simulate else x).float(), to_float(w)
+    parts = [a @ b.T for a, b in zip(x32.split(32, 1), w.split(32, 1))]
+    total = torch.zeros_like(parts[0])
+    for i in (i for i in order if i < len(parts)):
+        total = (total + parts[i]).view(torch.int32).bitwise_and_(-(1 << (24 - bits))).view(torch.float32)
+    return total.to(x.dtype)
+
+
+def _another_variant(honest):
+    """Seven calls on end with the same arguments choose a variant for the next: its sums have 20 bits."""
+    seen = {"key": None, "calls": 0}
 
     def faulty(x, w, simulate=False):
-        x32, w = (simulate_fp8_blocks(x, 128) if simulate else x).float(), to_float(w)
-        parts = [a @ b.T for a, b in zip(x32.split(32, 1), w.split(32, 1))]
-        total = torch.zeros_like(parts[0])
-        for i in torch.randperm(len(parts)).tolist():
-            total = (total + parts[i]).view(torch.int32).bitwise_and_(-256).view(torch.float32)
-        return total.to(x.dtype)
+        key = x.data_ptr(), tuple(x.shape)
+        seen["calls"] = seen["calls"] + 1 if seen["key"] == key else 0
+        seen["key"] = key
+        if seen["calls"] < 7:
+            return honest(x, w, simulate)
+        return _in_parts(x, w, simulate, 20, list(range(x.shape[1] // 32 + 1)))
 
     return faulty
 
@@ -179,6 +196,7 @@ PLANTS = (
     *gates("linear", LINEAR_FAULTS),
     *common("linear"),
     Plant("sums in another order at every call", "linear", "repeats", 72, _random_order),
+    Plant("another variant after seven calls", "linear", "repeats", 80, _another_variant),
     Plant("one call in eleven leaves out a row", "linear", "repeats", 71, _rarely_wrong),
     Plant("the number of tokens is a divisor", "linear", "empty", 30, _by_count),
     Plant("the host reads a result", "linear", "capture", 77, _waits_for_the_host, "cuda"),

@@ -1,6 +1,8 @@
 """Kernels that crash, hang, raise or refuse: the audit goes on, and says so in one line."""
 
 import multiprocessing
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,3 +87,13 @@ def test_hints_at_the_end_may_be_left_out():
     function = eval(f"lambda {', '.join(needed)}: None")
     assert taken(function, contract, False) == len(needed)
     assert taken(lambda *a: None, contract, False) == len(contract.arguments)
+
+
+def test_a_script_needs_no_guard():
+    script = """
+from dsv4.probes.kernel_audit.audit import audit_kernel
+from dsv4.probes.kernel_audit.subject import SubjectSpec
+print(audit_kernel(SubjectSpec("rms_norm", "reference"), only=("gate",)).verdict)
+"""
+    found = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, check=False)
+    assert (found.stdout, found.stderr) == ("PASS, limited\n", "")
