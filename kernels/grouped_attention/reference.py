@@ -48,6 +48,8 @@ def _attend(q, keys, values, position, first, scale, read=None) -> torch.Tensor:
     """One softmax over positions `first` … `position` [B, T], or over those of them that are in `read`."""
     (B, T, H, D), (KV, S) = q.shape, keys.shape[1:3]
     out, place = torch.empty_like(q), torch.arange(S, device=q.device)
+    if not out.numel():
+        return out
     written = (place <= position[:, -1:]).view(B, 1, S, 1)
     k, v = (torch.where(written, x.float(), 0) for x in (keys, values))  # 0 · NaN is NaN
     step = max(1, SCRATCH_BYTES // (4 * B * H * S))

@@ -21,7 +21,7 @@ FLOOR = -700.0  # of a sigmoid's argument: below it exp(-x) overflows, and the s
 
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
     n = streams.shape[1]
-    if n != 4 or streams.shape[0] > MAX_TOKENS:
+    if n != 4 or not 0 < streams.shape[0] <= MAX_TOKENS:
         return reference.mhc_pre(streams, fn, scale, base, iters, eps, norm_eps)
     x = streams.flatten(1).float()
     scale, base, width = scale.tolist(), base.tolist(), x.shape[1]

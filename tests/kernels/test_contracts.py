@@ -1,5 +1,6 @@
 """Contracts: honest kernels are within the limits of their class, planted faults and canaries are not."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -59,6 +60,21 @@ def others(name: str) -> dict:
         return {"cpu": getattr(bind(OPERATIONS, "cpu", DispatchLedger(), COMPOSITIONS), name)}
     found = (OPERATIONS | GQA_OPERATIONS)[name].implementations
     return {k: found[k] for k in ("reference", "cpu") if k in found}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", [n for n, c in ALL.items() if c.empty and c.batch])
+def test_no_queries_give_an_empty_result(name):
+    contract, names = ALL[name], [a.name for a in ALL[name].arguments]
+    truth = truths(name, contract.dtypes[0])[0]
+    axes = {names.index(n): axis for n, axis in contract.batch.items()}
+    none = lambda i, a: rebuilt(a, lambda t: t.narrow(axes[i], 0, 0)) if i in axes else a
+    case = replace(truth.case, arguments=tuple(none(i, a) for i, a in enumerate(truth.case.arguments)))
+    for who, function in others(name).items():
+        found = results(
+            contract, lambda *a, n=len(names) - (who == "cpu" and name == "topk_entries"): function(*a[:n]), case
+        )
+        assert [t.shape for t in found] == [(0, *t.shape[1:]) for t in truth.exact], who
 
 
 @pytest.mark.every
