@@ -1,6 +1,5 @@
 """`dsv4 audit`: the probes' part of the command line."""
 
-import json
 from datetime import date
 from pathlib import Path
 from typing import Annotated
@@ -244,22 +243,11 @@ def diff_audits(
     from dsv4.probes.difference import difference
     from dsv4.probes.formats import json_report
     from dsv4.probes.report import write_files
+    from dsv4.probes.waivers import load_waivers
 
-    found = difference(json_report.load(old), json_report.load(new), _waivers(waivers), date.today())
+    found = difference(json_report.load(old), json_report.load(new), load_waivers(waivers), date.today())
     if out is None:
         print(found.to_markdown())
     else:
         write_files(out.parent, {out.name: found.to_markdown()})
     raise typer.Exit(found.exit_code)
-
-
-def _waivers(file: Path | None) -> list[dict]:
-    if file is None:
-        return []
-    try:
-        value = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"waivers {file.name} cannot be read ({str(error)[:60]}); expected a JSON list") from None
-    if not isinstance(value, list):
-        raise InputError(f"waivers {file.name} holds a {type(value).__name__}; expected a list")
-    return value

@@ -7,13 +7,12 @@ accepts a finding for a reason and until a date; one that has expired is a findi
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import date, datetime
-from fnmatch import fnmatchcase
+from datetime import date
 
-from dsv4.errors import InputError
 from dsv4.probes.formats import json_report, words
 from dsv4.probes.formats.markdown import escape, table
 from dsv4.probes.result import Status
+from dsv4.probes.waivers import Waiver, parse_waiver
 
 BROKEN = (Status.FAIL, Status.ERROR)
 EVIDENCE = (Status.PASS, Status.WARN, Status.FAIL)  # an ERROR measured nothing
@@ -38,22 +37,6 @@ class Change:
     new: Status | None
     text: str = ""
     counted: bool = False  # the newer report still counts what this check named, as "NAME: exceptions"
-
-
-@dataclass(frozen=True)
-class Waiver:
-    """Accepts findings of (probe, name), at places that match the glob `where`, through the day `expires`."""
-
-    probe: str
-    name: str
-    reason: str
-    expires: date
-    where: str = "*"
-
-    def covers(self, change: Change) -> bool:
-        """Whether it applies to this check. A literal place matches itself, brackets and all."""
-        place = change.where == self.where or fnmatchcase(change.where, self.where)
-        return (self.probe, self.name) == (change.probe, change.name) and place
 
 
 @dataclass
@@ -100,30 +83,8 @@ def difference(old: dict, new: dict, waivers: list[dict], today: date) -> Differ
         change = _change(key, before.get(key), after.get(key), (key[0], key[1] + COUNT) in counts)
         _sort_in(result, change, proved, holding)
     seen = [*(c for c, _ in result.waived), *result.remaining]
-    result.unused = [w for w in holding if not any(w.covers(change) for change in seen)]
+    result.unused = [w for w in holding if not any(w.covers(c.probe, c.name, c.where) for c in seen)]
     return result
-
-
-def parse_waiver(waiver: dict, number: int) -> Waiver:
-    """A waiver from JSON. A misspelt one must not waive nothing, or everything, so it raises InputError."""
-    where = f"waiver {number}"
-    if not isinstance(waiver, dict):
-        raise InputError(
-            f"{where} is a {type(waiver).__name__}; expected an object with probe, name, reason and expires"
-        )
-    needed, unknown = ("probe", "name", "reason", "expires"), sorted(set(waiver) - set(Waiver.__dataclass_fields__))
-    if unknown:
-        raise InputError(f"{where} has {', '.join(unknown)}; expected probe, name, where, reason and expires")
-    for key in (*needed, *(["where"] if "where" in waiver else [])):
-        if not isinstance(waiver.get(key), str) or not waiver[key].strip() and key != "where":
-            raise InputError(
-                f"{where} has no {key}; expected probe, name, reason and expires as text, and perhaps where"
-            )
-    try:
-        expires = datetime.strptime(waiver["expires"], "%Y-%m-%d").date()
-    except ValueError:
-        raise InputError(f"{where} expires on {waiver['expires'][:40]!r}; expected a date as YYYY-MM-DD") from None
-    return Waiver(**{**waiver, "expires": expires})
 
 
 def _checks(report: dict) -> dict[Key, dict]:
@@ -161,7 +122,11 @@ def _sort_in(result: Difference, change: Change, proved: set[str], waivers: list
     if kind is None:
         result.unchanged += 1
         return
-    waiver = next((w for w in waivers if w.covers(change)), None) if kind in ("regressions", "vanished") else None
+    waiver = (
+        next((w for w in waivers if w.covers(change.probe, change.name, change.where)), None)
+        if kind in ("regressions", "vanished")
+        else None
+    )
     if waiver is not None:
         result.waived.append((change, waiver))
     else:

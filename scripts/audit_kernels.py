@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import date as day
 from pathlib import Path
 
 import torch
@@ -25,14 +26,19 @@ from dsv4.probes.kernel_audit.adapters import Adapter, adapters
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.bench import NEEDED, bench_kernels
 from dsv4.probes.kernel_audit.clauses import ORDER
-from dsv4.probes.kernel_audit.cli import waivers
 from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.provenance import called, command_line, date, device
 from dsv4.probes.report import write_files
+from dsv4.probes.waivers import waivers_of
 from scripts import kernel_table
 from scripts.kernel_table import FOUND, OURS
+
+
+def waivers(arguments) -> tuple:
+    """Waivers that hold today."""
+    return tuple(waivers_of(arguments.waivers, day.today())[0])
 
 
 def audited(operation: str, kernel: str, arguments) -> str | None:
@@ -47,7 +53,8 @@ def audited(operation: str, kernel: str, arguments) -> str | None:
         return None
     bad = [c for c in report["checks"] if c.get("part") in NEEDED and c["status"].upper() in FOUND]
     bad = [c for c in bad if c["name"] != "not run"]
-    waived = [c for c in bad if any(text in c.get("where", "") for text in waivers(arguments.waive))]
+    covered = lambda c: any(w.covers(c["part"], c["name"], c.get("where", "")) for w in waivers(arguments))
+    waived = [c for c in bad if covered(c)]
     found = sum(r["findings"] for r in rows) - len(waived)
     vacuous = any(r["vacuous"] for r in rows)
     return "FAIL" if found else "VACUOUS" if vacuous else "PASS, limited" if waived else "PASS"
@@ -116,7 +123,7 @@ def bench_one(operation: str, arguments) -> str:
             return "\n".join((*missing, f"NOT RUN {operation}: no other kernel is here"))
         about = operation, kernels, arguments.shapes, arguments.device, arguments.seed, arguments.replays
         known = {k: v for k in kernels if (v := audited(operation, k, arguments)) is not None}
-        rows, found, verdicts = bench_kernels(*about, waivers=waivers(arguments.waive), verdicts=known)
+        rows, found, verdicts = bench_kernels(*about, waivers=waivers(arguments), verdicts=known)
     except KernelAuditError as error:
         return f"NOT RUN {operation}: {error}"
     except Exception as error:  # a fault of one benchmark must not end the others
@@ -146,7 +153,7 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bench", action="store_true", help="time the kernels instead")
     parser.add_argument("--replays", type=int, default=30, help="of each kernel on each row of a benchmark")
     parser.add_argument("--audited", help="folder of reports that --bench believes")
-    parser.add_argument("--waive", action="append", help="TEXT=REASON, of --bench: a case that need not be right")
+    parser.add_argument("--waivers", type=Path, help="of --bench, as dsv4 kernel bench takes them")
     parser.add_argument("--clause", action="append", help="only this one, behind the gate; may be given several times")
     parser.add_argument("--without", action="append", default=[], help="not this clause; may be given several times")
     parser.add_argument("--whole", action="store_true", help="write checks that passed to the JSON too")

@@ -17,12 +17,12 @@ from dsv4.probes.kernel_audit.scene import Scene, not_run
 from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
 from dsv4.probes.result import Check, Status
+from dsv4.probes.waivers import Waiver
 
 
 @dataclass
 class KernelAudit:
-    """Result of one audit: checks by clause, and how they came about. waivers: text of a finding → why it is no
-    finding here."""
+    """Result of one audit: checks by clause, and how they came about. waivers: what is accepted, each for a reason."""
 
     spec: SubjectSpec
     contract: Contract
@@ -34,7 +34,7 @@ class KernelAudit:
     seconds: float = 0.0
     repeats: int = 0
     looks_like: list[str] = field(default_factory=list)
-    waivers: dict[str, str] = field(default_factory=dict)
+    waivers: tuple[Waiver, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -62,8 +62,8 @@ class KernelAudit:
 
     @property
     def waived(self) -> list[tuple[Check, str]]:
-        """Checks that failed and whose text a waiver names, with its reason."""
-        why = lambda c: next((w for text, w in self.waivers.items() if text in told(c)), None)
+        """Checks that failed and that a waiver covers, with its reason."""
+        why = lambda c: next((w.reason for w in self.waivers if w.covers(c.part, c.name, c.where)), None)
         return [(c, reason) for c in _failed(self.checks) if (reason := why(c)) is not None]
 
     @property
@@ -94,7 +94,7 @@ def audit_kernel(
     repeats: int | None = None,
     said: Callable[[str], None] = lambda _: None,
     limit: float = 60.0,
-    waivers: dict[str, str] | None = None,
+    waivers: tuple[Waiver, ...] = (),
 ) -> KernelAudit:
     """Run the clauses `only` on one kernel, at most `budget` seconds: what is left then is said to be not run.
 
@@ -104,7 +104,7 @@ def audit_kernel(
     spec, takes, prepared = _adapted(spec, takes)
     audit = KernelAudit(spec, contract, shapes, spec.accuracy or "default", seed)
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
-    audit.repeats, audit.waivers = repeats, waivers or {}
+    audit.repeats, audit.waivers = repeats, tuple(waivers)
     found: list[Check] = []
     with Worker(spec, limit) as worker:
         worker.start()

@@ -17,6 +17,7 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
 from dsv4.probes.kernel_audit.timed import answers, limits, race
 from dsv4.probes.kernel_audit.worker import Worker
+from dsv4.probes.waivers import Waiver
 
 SUSPECT = 0.9  # share of the floor under which a time is not believed
 BOOTSTRAPS = 400
@@ -51,7 +52,7 @@ class Row:
 
 
 def bench_kernels(
-    operation, kernels, shapes, device, seed, replays=30, said=lambda _: None, waivers=None, verdicts=None
+    operation, kernels, shapes, device, seed, replays=30, said=lambda _: None, waivers=(), verdicts=None
 ) -> tuple[list[Row], dict, dict]:
     """(rows, what the device does, kernel → verdict of its audit). verdicts: those of audits that were made at these
     shapes on this device. Raises KernelAuditError."""
@@ -85,7 +86,7 @@ def _spec(operation: str, kernel: str, device: str) -> SubjectSpec:
     return SubjectSpec(operation, kernel, device, accuracy=accuracy)
 
 
-def _verdict(spec: SubjectSpec, shapes: str, seed: int, waivers: dict[str, str] | None) -> str:
+def _verdict(spec: SubjectSpec, shapes: str, seed: int, waivers: tuple[Waiver, ...]) -> str:
     try:
         return audit_kernel(spec, shapes, seed, only=NEEDED, waivers=waivers).verdict
     except KernelAuditError as error:

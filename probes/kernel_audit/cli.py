@@ -32,18 +32,20 @@ Seed = Annotated[int | None, typer.Option(help="Of the cases; default: drawn, an
 
 
 Waivers = Annotated[
-    list[str] | None,
-    typer.Option(help="TEXT=REASON: findings whose line holds TEXT do not count; the report lists them.", metavar="W"),
+    Path | None, typer.Option(help="JSON list of {probe, name, where, reason, expires}; probe is a clause.")
 ]
 
 
-def waivers(given: list[str] | None) -> dict[str, str]:
-    """Text → reason. Raises InputError for a waiver without one."""
-    pairs = [w.partition("=") for w in given or ()]
-    for text, _, reason in pairs:
-        if not text.strip() or not reason.strip():
-            raise InputError(f"--waive is {text!r} without a reason; expected TEXT=REASON")
-    return {text: reason for text, _, reason in pairs}
+def _waivers(file: Path | None):
+    """Waivers of a file that hold. Those that have expired are said."""
+    from datetime import date
+
+    from dsv4.probes.waivers import waivers_of
+
+    holding, expired = waivers_of(file, date.today())
+    for waiver in expired:
+        errors.print(f"a waiver of {waiver.probe} expired on {waiver.expires}: {waiver.name}; {waiver.where}")
+    return tuple(holding)
 
 
 @kernel_app.command("audit")
@@ -73,7 +75,7 @@ def audit(
         str | None, typer.Option(help="Time, e.g. 120s: clauses that would begin later are not run.")
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Seconds for one answer before the process is ended.")] = 60.0,
-    waive: Waivers = None,
+    waivers: Waivers = None,
     seed: Seed = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for audit.md and audit.json.", callback=folder, show_default=False)
@@ -97,7 +99,7 @@ def audit(
     with _progress(len(only)) as said:
         found = audit_kernel(
             *(spec, shapes, seed, seconds(budget) if budget else float("inf"), None, only, None, repeats, said, limit),
-            waivers=waivers(waive),
+            waivers=_waivers(waivers),
         )
     report = document(found, command_line(called(sys.argv)), date(started))
     if out is not None:
@@ -194,7 +196,7 @@ def bench(
     device: Device = "cuda",
     shapes: Shapes = "flash",
     replays: Annotated[int, typer.Option(min=5, help="Replays of each kernel on each row, cold and hot.")] = 30,
-    waive: Waivers = None,
+    waivers: Waivers = None,
     seed: Seed = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for bench.md and bench.json.", callback=folder, show_default=False)
@@ -212,7 +214,7 @@ def bench(
     seed, started = random.SystemRandom().randrange(1 << 31) if seed is None else seed, time.time()
     with _progress(2 * len(kernel)) as said:
         about = operation, kernel, shapes, device, seed, replays, said
-        rows, found, verdicts = bench_kernels(*about, waivers=waivers(waive))
+        rows, found, verdicts = bench_kernels(*about, waivers=_waivers(waivers))
     about = command_line(called(sys.argv)), date(started), seed, device
     report = document(operation, shapes, rows, found, verdicts, *about)
     if out is not None:

@@ -60,14 +60,24 @@ def test_clauses_beyond_the_budget_are_said_to_be_not_run(audit):
     assert "NOT RUN: poison, written, guard" in out and "integrity: the budget of 0 s was spent" in out
 
 
-def test_a_waived_finding_is_listed_and_does_not_count(audit):
-    code, out, _ = audit("wrong", *GATE, "--waive", "random=known", "--json")
-    report = json.loads(out)
+def test_a_waived_finding_is_listed_and_does_not_count(audit, tmp_path):
+    name, file = "results are those of fp64, as near as an honest kernel's", tmp_path / "waivers.json"
+
+    def waived(where: str, expires: str = "2999-01-01"):
+        file.write_text(json.dumps([dict(probe="gate", name=name, where=where, reason="known", expires=expires)]))
+        code, out, err = audit("wrong", *GATE, "--waivers", file, "--json")
+        return code, json.loads(out), err
+
+    code, report, _ = waived("random*")
     assert code == 1 and {w["reason"] for w in report["waived"]} == {"known"}
     assert all("random" in w["finding"] for w in report["waived"])
-    every = audit("wrong", *GATE, "--waive", "gate:=all of them are known", "--json")
-    assert every[0] == 0 and json.loads(every[1])["verdict"] == "PASS, limited"
-    assert audit("wrong", *GATE, "--waive", "random=")[0] == 2
+    code, report, _ = waived("*")
+    assert code == 0 and report["verdict"] == "PASS, limited"
+    code, report, err = waived("*", "2020-01-01")
+    assert code == 1 and report["waived"] == [] and "a waiver of gate expired on 2020-01-01" in err
+    file.write_text("{}")
+    code, out, err = audit("wrong", *GATE, "--waivers", file)
+    assert code == 2 and "waivers waivers.json holds a dict; expected a list" in err
 
 
 @pytest.mark.every
