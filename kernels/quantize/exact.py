@@ -38,13 +38,13 @@ def codes(x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     size, middles = x.abs(), (grid[1:] + grid[:-1]) / 2
     low = torch.searchsorted(middles, size.contiguous())  # a half belongs to the lower code here
     tie = (low < len(middles)) & (middles[low.clamp(max=len(middles) - 1)] == size) & (low % 2 == 1)
-    return low + tie.long()
+    return low.clamp(max=len(grid) - 1) + tie.long()
 
 
 def exponents(amax: torch.Tensor, largest: float) -> torch.Tensor:
     """int64: the least e with largest · 2^e ≥ amax, for positive fp64 amax."""
     steps = torch.arange(-150, 151)
-    return steps[torch.searchsorted(largest * 2.0 ** steps.double(), amax.contiguous())]
+    return steps[torch.searchsorted(largest * 2.0 ** steps.double(), amax.contiguous()).clamp(max=len(steps) - 1)]
 
 
 def block_codes(x, block: int, grid: torch.Tensor, floor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,11 +58,13 @@ def block_codes(x, block: int, grid: torch.Tensor, floor: float) -> tuple[torch.
 
 
 def simulated(x: torch.Tensor, block: int, grid: torch.Tensor, floor: float) -> torch.Tensor:
-    """x [..., K] rounded to ±grid with one power of two a block of columns, and back: fp64."""
+    """x [..., K] rounded to ±grid with one power of two a block of columns, and back: fp64. NaN spreads over its
+    block."""
     x = x.double()
     code, exponent = block_codes(x, block, grid, floor)
     scale = (2.0 ** exponent.double()).repeat_interleave(block, -1)[..., : x.shape[-1]]
-    return torch.copysign(grid[code] * scale, x)
+    bad = torch.cat([p.isnan().any(-1, keepdim=True).expand_as(p) for p in x.split(block, -1)], -1)
+    return torch.copysign(grid[code] * scale, x).masked_fill(bad, float("nan"))
 
 
 def simulated_fp8(x: torch.Tensor, block: int = 128, keep: int = 0) -> torch.Tensor:
