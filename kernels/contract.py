@@ -63,6 +63,7 @@ class Case:
     `PackedRows`) of what may not be read: its content is finite and ordinary here, and the poison clause makes it NaN.
     exempt: canaries that cannot fail here, with the reason. rules: output name → the rule of this case,
     where it is not the output\'s own: the same results are codes if a case simulates a cache, and sums if not.
+    kept: columns at the end of each row of codes that are not coded.
     """
 
     label: str
@@ -71,6 +72,7 @@ class Case:
     unread: Mapping[str, torch.Tensor] = field(default_factory=dict)
     exempt: Mapping[str, str] = field(default_factory=dict)
     rules: Mapping[str, str] = field(default_factory=dict)
+    kept: int = 0
 
 
 @dataclass(frozen=True)

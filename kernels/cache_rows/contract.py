@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.cache_rows.formats import PAGE, PackedRows, RowFormat, pack_layout
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, PackedRows, RowFormat, pack_layout
 from dsv4.kernels.cache_rows.reference import write_rows
 from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Work
 from dsv4.kernels.quantize.exact import E2M1_GRID, E4M3_GRID, FP4_FLOOR, FP8_FLOOR, block_codes
@@ -83,6 +83,7 @@ def cases(w, draw):
         (RowFormat.INDEX_FP8, w.index_head_dim, 0),
         (RowFormat.INDEX_FP4, w.index_head_dim, 0),
     )
+    formats = formats if w.index_head_dim % KEY_BLOCK == 0 else formats[:-1]
     for form, width, rope in dict.fromkeys(formats):
         for family, values in families(draw, width).items():
             slots = draw.shuffled(torch.arange(PAGES * PAGE))[: len(values)]

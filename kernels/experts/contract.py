@@ -4,7 +4,19 @@ import torch
 
 from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
 from dsv4.kernels.experts import exact
-from dsv4.kernels.experts.drawn import BELOW, FORMS, MANY, OWN, WIDE, Stacks, inputs, lists, matrices, simulations
+from dsv4.kernels.experts.drawn import (
+    BELOW,
+    FORMS,
+    MANY,
+    OWN,
+    WIDE,
+    Stacks,
+    between,
+    inputs,
+    lists,
+    matrices,
+    simulations,
+)
 from dsv4.kernels.linear import drawn
 from dsv4.kernels.linear.contract import IN_FP8, bytes_of
 from dsv4.kernels.linear.drawn import DENSE, FP8, MXFP4, NVFP4
@@ -54,7 +66,7 @@ def _wide_cases(stacks, w, draw):
 
 def _case(family, form, skew, N, stacks, w, draw, simulate=False) -> Case:
     own = family if family in OWN else "random"
-    w13, w2 = stacks(form, own)
+    w13, w2 = stacks(form, own, simulate)
     k, E = w.num_experts_per_tok, stacks.E
     indices = lists(skew, N, k, E, draw)
     N = len(indices)
@@ -148,13 +160,13 @@ def shared_cases(w, draw):
 
 def _shared(family, form, N, simulate, kept: dict, w, draw) -> Case:
     """`kept` holds the weights of the last case, for cases of one format and one kind of weights."""
-    d, I = w.hidden_size, w.moe_intermediate_size
+    d, I = w.hidden_size, between(w, simulate)
     own = family if family in OWN else "random"
-    if (form, own) not in kept:
+    if (form, own, I) not in kept:
         kept.clear()
-        kept[form, own] = [drawn.weight(form, m, draw) for m in matrices(own, I, d, draw)]
+        kept[form, own, I] = [drawn.weight(form, m, draw) for m in matrices(own, I, d, draw)]
     label = f"{N} tokens, {form}" + (", activations in FP8" if simulate else "")
-    arguments = (inputs(family, N, d, draw), *kept[form, own], w.swiglu_limit, simulate)
+    arguments = (inputs(family, N, d, draw), *kept[form, own, I], w.swiglu_limit, simulate)
     return Case(label, family, arguments, {}, IN_FP8 if simulate else {})
 
 

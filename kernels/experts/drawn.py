@@ -5,7 +5,7 @@ import math
 import torch
 
 from dsv4.kernels.linear import drawn
-from dsv4.kernels.linear.contract import uneven
+from dsv4.kernels.linear.contract import ACTIVATION_BLOCK, uneven
 from dsv4.kernels.linear.drawn import DENSE, FP8, MXFP4, NVFP4
 
 WIDE = 1024  # from this width on fewer cases are drawn, of as few experts as a token's list needs
@@ -20,25 +20,32 @@ class Stacks:
     alone is kept."""
 
     def __init__(self, w, draw):
-        self.d, self.I, self.draw, self.found = w.hidden_size, w.moe_intermediate_size, draw, {}
+        self.w, self.d, self.draw, self.found = w, w.hidden_size, draw, {}
         self.E = w.n_routed_experts if w.hidden_size < WIDE else min(w.n_routed_experts, w.num_experts_per_tok + 2)
 
-    def __call__(self, form: str, family: str = "random"):
+    def __call__(self, form: str, family: str, simulate: bool):
         """(w13, w2) of E experts."""
-        if (form, family) not in self.found:
+        key = form, family, between(self.w, simulate)
+        if key not in self.found:
             if self.d >= WIDE:
                 self.found.clear()
-            made = [self._pair(form, family, e) for e in range(self.E)]
-            self.found[form, family] = tuple(drawn.stack(list(ws)) for ws in zip(*made))
-        return self.found[form, family]
+            made = [self._pair(*key, e) for e in range(self.E)]
+            self.found[key] = tuple(drawn.stack(list(ws)) for ws in zip(*made))
+        return self.found[key]
 
-    def _pair(self, form: str, family: str, e: int):
-        gate, up, down = matrices(family, self.I, self.d, self.draw)
+    def _pair(self, form: str, family: str, I: int, e: int):
+        gate, up, down = matrices(family, I, self.d, self.draw)
         if family == "coded experts":
             up, down = up * 2.0 ** (e % 3 - 1), down * 2.0 ** (e % 5 - 2)
         pair = torch.cat((gate, up * (1 if form != NVFP4 else 3)))  # two global scales, which differ
         whole = drawn.weight("nvfp4 of two" if form == NVFP4 else form, pair, self.draw)
         return whole, drawn.weight(form, down, self.draw)
+
+
+def between(w, simulate: bool) -> int:
+    """Channels between the products: of a narrow model at least a scale block where their codes are judged, because one
+    code that moves beside a boundary is a large share of a sum of few."""
+    return max(w.moe_intermediate_size, ACTIVATION_BLOCK) if simulate else w.moe_intermediate_size
 
 
 def matrices(family: str, I: int, d: int, draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

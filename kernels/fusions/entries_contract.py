@@ -4,6 +4,7 @@ import torch
 
 from dsv4.kernels.attention.contract import unseen
 from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK
 from dsv4.kernels.contract import BITS, CODES, SET, Argument, Case, Contract, Output, Work, doubles
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import EPS
@@ -109,7 +110,8 @@ def _pool_case(family, ratio, D, simulate, w, draw) -> Case:
         exempt |= {"lower precision": "a pool in bf16 is as exact as the result"}
     label = ", ".join(filter(None, (f"ratio {ratio}", f"{D} dims", simulate and f"simulated {simulate}")))
     arguments = rows, slots, c, draw.dtype, norm, w.rms_norm_eps, cis, simulate
-    return Case(label, family, arguments, unread, exempt, {"entries": CODES} if simulate else {})
+    kept = w.qk_rope_head_dim if simulate == "kv" else 0
+    return Case(label, family, arguments, unread, exempt, {"entries": CODES} if simulate else {}, kept)
 
 
 def pool_work(pool, slots, overlap, dtype, weight, eps, cis, simulate) -> Work:
@@ -159,7 +161,8 @@ def exact_selection(q, weights, keys, visible, k: int) -> torch.Tensor:
 def select_cases(w, draw):
     """Lengths about k and page ends; drafts that each see another number; no two scores about the kth are close."""
     k = w.index_topk
-    for form in (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4):
+    forms = (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4)
+    for form in forms if w.index_head_dim % KEY_BLOCK == 0 else forms[:2]:
         for family in ("random", "negative weights", "pointed"):
             yield _select_case(family, form, 3, 2, 8 * k, w, draw)
     for T in (1, 3, 8):

@@ -95,9 +95,9 @@ def latent_cases(w, draw):
                 weight = weight * 2.0 ** (torch.arange(D) // 64 * 3 % 8 - 13 * (torch.arange(D) // 32 % 2))
             kv = rows_of(family, N, D, draw).to(draw.dtype)
             arguments = kv, weight.to(draw.dtype), w.rms_norm_eps, rotations(family, N, half, draw), simulate
-            rules = {"rows": CODES} if simulate else {}
+            about = {"rules": {"rows": CODES}, "kept": 2 * half} if simulate else {}
             label = f"{N} tokens{', simulated' if simulate else ''}"
-            yield Case(label, family, arguments, exempt=exempt(family, simulate), rules=rules)
+            yield Case(label, family, arguments, exempt=exempt(family, simulate), **about)
 
 
 def latent_work(kv, weight, eps, cis, simulate) -> Work:

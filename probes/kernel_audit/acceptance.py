@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, rebuilt, tensors
 from dsv4.probes.kernel_audit.errors import KernelAuditError
@@ -72,7 +73,7 @@ class Truth:
         if self.rule(output) == SET:
             return _set(output, found, exact, self.case.arguments[0] if self.accuracy == ANY else None)
         if self.rule(output) == CODES:
-            return _codes(output, found, exact)
+            return _codes(output, found, exact, self.case.kept)
         rows = [t.double().reshape(-1, _row_size(t, output.row)) for t in (found, exact, honest)]
         unlike = (rows[0].isnan() & ~rows[1].isnan()) | (rows[0].isinf() | rows[1].isinf()) & (rows[0] != rows[1])
         if unlike.any():
@@ -126,14 +127,15 @@ def _ratio(error: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
     return torch.where(error > 0, error / limit.clamp(min=1e-300), 0.0).clamp(max=1e30)
 
 
-def _codes(output: Output, found: torch.Tensor, exact: torch.Tensor) -> Judgement:
+def _codes(output: Output, found: torch.Tensor, exact: torch.Tensor, kept: int = 0) -> Judgement:
     """Numbers that end in FP8 or FP4: few may be another code, and none further away than the next.
 
     Blocks of 32 columns say themselves what they hold: numbers of one bit of fraction are FP4, of three bits FP8;
-    others are not coded and may only differ by roundings, which are relative to the block's largest number."""
+    others are not coded and may only differ by roundings, which are relative to the block's largest number. No block
+    holds both coded columns and some of the last `kept`, which are not coded."""
     same, columns = SAME.get(found.dtype, 2.0**-18), exact.shape[-1]
-    blocks = lambda t: torch.nn.functional.pad(t.double(), (0, -columns % 32)).unflatten(-1, (-1, 32))
-    got, want = blocks(found), blocks(exact)
+    blocks = lambda t: _in_blocks(t, columns - kept)
+    got, want, column = blocks(found.double()), blocks(exact.double()), blocks(torch.arange(1, columns + 1)).flatten()
     far, size = (got - want).abs(), torch.maximum(got.abs(), want.abs())
     if not torch.equal(got.isfinite(), want.isfinite()):
         return Judgement(float("inf"), "NaN or infinity", output.name, float("inf"))
@@ -145,13 +147,24 @@ def _codes(output: Output, found: torch.Tensor, exact: torch.Tensor) -> Judgemen
     step = torch.where(of_bits(1), fp4, torch.where(of_bits(3), fp8, same * largest))
     beyond = _ratio(far, torch.maximum(step, same * size))
     wrong = (far > same * size) & of_bits(3)
-    share = wrong.double().sum().item() / max(1, int(of_bits(3).expand_as(far).sum()))
+    coded = of_bits(3).expand_as(far).flatten(-2)[..., column > 0]
+    share = wrong.double().sum().item() / max(1, int(coded.sum()))
     worst = beyond.max().item() if beyond.numel() else 0.0
+
+    def place(mask: torch.Tensor) -> str:
+        row, at = mask.flatten(0, -3).flatten(1).nonzero()[0]
+        return _place(output, found, torch.stack((row, column[at] - 1)))
+
     if worst > 1:
-        at = (beyond > 1).flatten(0, -3).flatten(1).nonzero()[0]
-        return Judgement(worst, "further away than the next code", _place(output, found, at), share)
-    place = _place(output, found, wrong.flatten(0, -3).flatten(1).nonzero()[0]) if wrong.any() else ""
-    return Judgement(share / CODES_SHARE, "share of codes that differ", place, share)
+        return Judgement(worst, "further away than the next code", place(beyond > 1), share)
+    return Judgement(share / CODES_SHARE, "share of codes that differ", place(wrong) if wrong.any() else "", share)
+
+
+def _in_blocks(t: torch.Tensor, coded: int) -> torch.Tensor:
+    """Columns [..., D] as blocks [..., blocks, 32], filled with zeros at the end of the first `coded` columns, and of
+    the others."""
+    parts = [part for part in t.split((coded, t.shape[-1] - coded), -1) if part.shape[-1]]
+    return torch.cat([F.pad(part, (0, -part.shape[-1] % 32)).unflatten(-1, (-1, 32)) for part in parts], -2)
 
 
 def _bits(output: Output, found, exact) -> Judgement:

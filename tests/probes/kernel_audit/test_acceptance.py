@@ -118,6 +118,21 @@ def test_few_codes_may_be_the_next_one_and_none_may_be_two_away():
     assert judged[2].what == "further away than the next code" and judged[3].what == "share of codes that differ"
 
 
+def test_columns_that_are_not_coded_do_not_share_a_block_with_codes():
+    """24 codes and 8 other numbers: a code may move, one of the others may not."""
+    exact = coded()[:, :32].clone()
+    exact[:, 24:] += 2.0**-9
+    case = Case("a", "random", (exact.float(),), kept=8)
+    one = Truth(contract(CODES), case, "fp32", (exact,), (exact.float(),))
+    moved, other = exact.clone(), exact.clone()
+    moved[0, 3] += 0.125
+    other[2, 25] += 0.125
+    assert one.judge([moved.float()]).ratio <= 1
+    refused = one.judge([other.float()])
+    assert refused.ratio > 1 and refused.place == "y0[2], element 25"
+    assert replace(one, case=replace(case, kept=0)).judge([moved.float()]).ratio > 1
+
+
 def test_a_set_may_come_in_any_order_and_not_with_another_index():
     exact = torch.tensor([[3, 1, 2], [5, 4, -1]])
     one = truth(exact, exact, SET)
