@@ -28,7 +28,9 @@ def expert_cases(w, draw):
     if w.hidden_size >= WIDE:
         yield from _wide_cases(stacks, w, draw)
         return
-    for form in FORMS:
+    forms = drawn.allowed(FORMS, w, w.hidden_size, w.moe_intermediate_size)
+    usual = MXFP4 if MXFP4 in forms else DENSE
+    for form in forms:
         for simulate in simulations(form, draw):
             yield _case("random", form, "random", MANY if simulate else 5, stacks, w, draw, simulate)
             if simulate and form != NVFP4:
@@ -36,14 +38,15 @@ def expert_cases(w, draw):
         if form == NVFP4:
             yield _case("coded experts", form, "random", 5, stacks, w, draw)
     for skew in ("one token an expert", "few", "half empty", "zipf"):
-        yield _case("random", MXFP4, skew, 17, stacks, w, draw)
+        yield _case("random", usual, skew, 17, stacks, w, draw)
     for N in sorted({1, 2, 16 // k, 64 // k, 64 // k + 1}):
-        yield _case("random", MXFP4, "random", N, stacks, w, draw)
+        yield _case("random", usual, "random", N, stacks, w, draw)
     for form in (DENSE, FP8):
         for family in ("beyond the clamps", "routing of all sizes", "gates far below", "tokens of zeros"):
             yield _case(family, form, "random", 6, stacks, w, draw)
     if True in simulations(FP8, draw):
         yield _case("routing of all sizes", FP8, "random", MANY, stacks, w, draw, True)
+    if True in simulations(usual, draw):
         yield _case(BELOW, MXFP4, "random", 4, stacks, w, draw, True)
 
 
@@ -143,7 +146,8 @@ def shared_cases(w, draw):
     and MXFP4 alone."""
     kept = {}
     case = lambda *about: _shared(*about, kept, w, draw)
-    for form in (FP8, MXFP4) if w.hidden_size >= WIDE else FORMS:
+    forms = drawn.allowed(FORMS, w, w.hidden_size, w.moe_intermediate_size)
+    for form in (FP8, MXFP4) if w.hidden_size >= WIDE else forms:
         for simulate in simulations(form, draw):
             yield case("random", form, MANY if simulate else 5, simulate)
         for N in (1, 17, 65) if form == FP8 else ():
@@ -154,7 +158,7 @@ def shared_cases(w, draw):
             yield case("gates far below", form, 4, False)
         if True in simulations(form, draw):
             yield case("a few large columns", form, MANY, True)
-    if True in simulations(MXFP4, draw):
+    if MXFP4 in forms and True in simulations(MXFP4, draw):
         yield case(BELOW, MXFP4, 3, True)
 
 

@@ -7,6 +7,7 @@ from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import CIS, rows_of
 from dsv4.kernels.hyper_connections import contract as mhc
 from dsv4.kernels.hyper_connections import inputs
+from dsv4.kernels.linear import drawn
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, simulate_fp8_blocks
 
 FP8_ACTIVATIONS = 128  # columns of one scale
@@ -30,7 +31,7 @@ def linear_cases(w, draw):
     d = w.hidden_size
     plain = draw.weight(WeightFormat.DENSE, draw.matrix(24, d))
     wide = PackedWeight(WeightFormat.DENSE, draw.matrix(48, d))
-    for form in WeightFormat:
+    for form in _forms(w, d):
         for made in (draw.matrix, lambda O, K: sizes_by_block(O, K, draw)):
             first = draw.weight(form, made(2 * d, d))
             family = "random" if made == draw.matrix else "scales by block"
@@ -41,7 +42,13 @@ def linear_cases(w, draw):
         yield _linear_case("random", N, (first, wide, plain), False, N != 2, w, draw)
     yield _linear_case("where eps decides", 5, (first, wide, plain), False, True, w, draw)
     yield _linear_case("zeros", 3, (first, wide, plain), False, True, w, draw)
-    yield _linear_case("uneven columns", 9, (first, wide, plain), True, False, w, draw)
+    if form is not WeightFormat.DENSE:
+        yield _linear_case("uneven columns", 9, (first, wide, plain), True, False, w, draw)
+
+
+def _forms(w, K: int) -> list[WeightFormat]:
+    """Formats that matrices of K columns can have."""
+    return [WeightFormat(form) for form in drawn.allowed(tuple(form.value for form in WeightFormat), w, K)]
 
 
 def _linear_case(family, N, weights, simulate, norm, w, draw) -> Case:
@@ -112,7 +119,7 @@ def head_cases(w, draw):
     """Every format; of FP8 groups of unequal sizes, rotated columns alone, one token, and more than a tile."""
     H, D, G, half = w.num_attention_heads, w.head_dim, w.o_groups, w.qk_rope_head_dim // 2
     O, K = G * w.o_lora_rank, H * D // G
-    for form in WeightFormat:
+    for form in _forms(w, K):
         matrix = draw.weight(form, sizes_by_block(O, K, draw) if form is WeightFormat.FP8 else draw.matrix(O, K))
         more = (("groups of unequal sizes", 3), ("rotated columns", 3), ("random", 1), ("random", 17))
         for family, N in (("random", 5), *(more if form is WeightFormat.FP8 else ())):

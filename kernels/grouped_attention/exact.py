@@ -71,7 +71,9 @@ def listed(compute, q, keys, values, blocks, start, window, scale, block, termin
 
 
 def sizes(w) -> tuple[int, int, int]:
-    """Query heads, KV heads and dims of a GQA model of about these widths."""
+    """Query heads, KV heads and dims of a GQA model, or of one that has about these widths."""
+    if w.num_key_value_heads:
+        return w.num_attention_heads, w.num_key_value_heads, w.head_dim
     return w.num_attention_heads, max(2, w.num_attention_heads // 8), w.index_head_dim
 
 

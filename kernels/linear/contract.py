@@ -75,8 +75,8 @@ def cancelling(draw, N: int, K: int, w: torch.Tensor) -> tuple[torch.Tensor, tor
 def linear_cases(w, draw):
     """Every format, plain and with activations in FP8, at sizes about tiles, and families for faults of formats."""
     d = w.hidden_size
-    O = min(d + 128, ROWS)
-    for form in FORMS:
+    O, every = min(d + 128, ROWS), lambda forms: drawn.allowed(forms, w, d)
+    for form in every(FORMS):
         plain = drawn.weight(form, draw.matrix(O, d), draw)
         for simulate in (False, True) if form in QUANTISED else (False,):
             yield _case("random", form, draw.act(5, d), plain, simulate)
@@ -85,29 +85,29 @@ def linear_cases(w, draw):
         x[::4] = 0
         yield _case("short last blocks, rows of zeros", form, x, odd, form in QUANTISED)
         yield _case("one column", form, one_hot(draw, 9, d), drawn.every_byte(form, O, d, draw), exempt=SAME_IN_FP8)
-    for form in QUANTISED:
+    for form in every(QUANTISED):
         yield _case("coded scales", form, draw.act(4, d), drawn.coded(form, O, d, draw))
         x, large = uneven(draw, 4, d)
         matrix = draw.matrix(O, d).masked_fill(large, 0)
         yield _case("a few large columns", form, x, drawn.weight(form, matrix, draw), True)
-    for form in (FP8, MXFP4):
+    for form in every((FP8, MXFP4)):
         size = 2.0 ** (18 * (torch.arange(d) // ACTIVATION_BLOCK % 2))
         x, matrix = (draw.rand(4, d) / size).to(draw.dtype), draw.matrix(O, d) * size
         yield _case("blocks of different sizes", form, x, drawn.weight(form, matrix, draw), True)
-    for form in (DENSE, FP8, MXFP4):
+    for form in every((DENSE, FP8, MXFP4)):
         x, matrix = cancelling(draw, 4, d, draw.matrix(O, d))
         yield _case("cancellation", form, x, drawn.weight(form, matrix, draw))
         whole = drawn.whole_numbers(form, O, d, draw)
         yield _case("integers", form, draw.integers(-2, 2, 4, d), whole, exempt=SAME_IN_FP8)
-    for form in (FP8, MXFP4):
+    for form in every((FP8, MXFP4)):
         for byte in (0, 1, 127, 254):  # results of size 2^±27, of normal numbers
             x = (draw.rand(3, d) * 2.0 ** {0: 100, 1: 100, 127: 0, 254: -100}[byte]).to(draw.dtype)
             yield _case(f"scale byte {byte}", form, x, drawn.scale_byte(form, byte, O, d, draw))
-    yield from _sizes(O, d, draw)
+    yield from _sizes(every((DENSE, MXFP4)), O, d, draw)
 
 
-def _sizes(O: int, d: int, draw):
-    for form in (DENSE, MXFP4):
+def _sizes(forms, O: int, d: int, draw):
+    for form in forms:
         plain = drawn.weight(form, draw.matrix(O, d), draw)
         for N in (1, 8, 17, 65):
             yield _case("random", form, draw.act(N, d), plain)
@@ -183,16 +183,17 @@ def grouped_cases(w, draw):
     """Every format; groups of different sizes, so that a group that meets another group's rows shows."""
     G, K = w.o_groups, w.num_attention_heads * w.head_dim // w.o_groups
     O = G * min(w.o_lora_rank, ROWS // G // 64 * 64)
-    for form in FORMS:
+    every = lambda forms: drawn.allowed(forms, w, K)
+    for form in every(FORMS):
         plain = drawn.weight(form, draw.matrix(O, K), draw)
         yield _grouped("random", form, draw.act(5, G, K), plain)
-    for form in QUANTISED:
+    for form in every(QUANTISED):
         yield _grouped("coded scales", form, draw.act(3, G, K), drawn.coded(form, O, K, draw))
-    for form in (DENSE, NVFP4):
+    for form in every((DENSE, NVFP4)):
         size = 2.0 ** (torch.arange(G) % 5 - 2)
         matrix = draw.matrix(O, K) * size.repeat_interleave(O // G).unsqueeze(1)
         yield _grouped("coded groups", form, draw.act(3, G, K), drawn.weight(form, matrix, draw))
-    for form in (DENSE, FP8, MXFP4):
+    for form in every((DENSE, FP8, MXFP4)):
         x, matrix = cancelling(draw, 3 * G, K, draw.matrix(O, K))
         yield _grouped("cancellation", form, x.view(3, G, K), drawn.weight(form, matrix, draw))
         whole = drawn.whole_numbers(form, O, K, draw)

@@ -17,6 +17,13 @@ QUANTISED = FORMS[2:]
 SCALE_BLOCK = {FP8: (128, 128), FP8_FP32: (128, 128), MXFP4: (1, 32), NVFP4: (1, 16), NVFP4_TWO: (1, 16)}
 
 
+def allowed(forms: tuple[str, ...], w, *columns: int) -> tuple[str, ...]:
+    """Those of `forms` that matrices of so many columns can have: scales of a few columns must divide them, and weights
+    of GQA models are dense."""
+    divides = lambda form: form in (FP8, FP8_FP32) or all(K % SCALE_BLOCK[form][1] == 0 for K in columns)
+    return tuple(f for f in forms if f not in QUANTISED or not w.num_key_value_heads and divides(f))
+
+
 def weight(form: str, w: torch.Tensor, draw) -> PackedWeight:
     """A matrix fp32 [O, K] in one of FORMS.
 

@@ -6,16 +6,20 @@ from functools import lru_cache
 import pytest
 import torch
 
+from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.contract import Contract, rebuilt, tensors
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.quantize import WeightFormat
 from dsv4.kernels.widths import FLASH, SMALL, Widths
 from dsv4.probes.kernel_audit.acceptance import Truth, canaries, truth_of
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.subject import reference_of
+from dsv4.probes.mutations.gqa_profiles import GQA_PROFILES
 
 ALL = contracts()
 FINE = ("the table in bf16",)  # faults that a result in bf16 hides: a rotation keeps the size of each pair
@@ -146,3 +150,19 @@ def test_an_ignored_sink_is_red_at_the_widths_of_flash_in_bf16(family):
     reference = OPERATIONS["sparse_attention"].implementations["reference"]
     assert truth.judge(results(contract, reference, case)).ratio <= 1
     assert truth.judge(results(contract, plant.make(reference), case)).ratio > 4
+
+
+def test_a_gqa_model_has_cases_of_its_own_heads_and_dense_weights():
+    config = GQAConfig.from_dict(GQA_PROFILES["mistral"])  # 4 query heads of 32 dims, one KV head, 72 columns
+    widths = Widths.of(config)
+    assert sizes(widths) == (4, 1, 32) and widths.moe_intermediate_size == config.intermediate_size
+    weights = [case.arguments[1] for case in ALL["linear"].cases(widths, Draw(0))]
+    assert {w.format for w in weights} == {WeightFormat.DENSE}
+    assert sizes(SMALL) == (4, 2, 64)
+
+
+def test_formats_of_weights_whose_scales_do_not_divide_the_columns_are_left_out():
+    formats = lambda name, place, w: {case.arguments[place].format for case in ALL[name].cases(w, Draw(0))}
+    odd = replace(NARROW, hidden_size=72, moe_intermediate_size=40)
+    assert formats("linear", 1, odd) == formats("experts", 3, odd) == {WeightFormat.DENSE, WeightFormat.FP8}
+    assert formats("linear", 1, NARROW) == formats("experts", 3, NARROW) == {*WeightFormat}
