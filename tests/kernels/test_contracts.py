@@ -107,6 +107,12 @@ def test_the_reference_is_within_the_limits_at_widths_that_no_scale_block_divide
         assert judgement.ratio <= 1, (truth.case.family, truth.case.label, judgement)
 
 
+@pytest.mark.parametrize("seed", [9, 19])  # where one value in eight stood beside a boundary
+def test_rows_that_are_few_or_alike_have_no_value_beside_a_boundary_of_codes(seed):
+    for truth in truths("latent", torch.bfloat16, seed=seed, widths=NARROW):
+        assert truth.judge(list(truth.honest)).ratio <= 1, (truth.case.family, truth.case.label)
+
+
 @pytest.mark.few(each=lambda p: p["plant"].operation)
 @pytest.mark.parametrize("plant", GATE, ids=lambda p: f"{p.operation}: {p.name}")
 def test_planted_faults_are_over_the_limit_of_some_case(plant):
