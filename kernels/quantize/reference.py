@@ -40,4 +40,4 @@ def _by_blocks(x: torch.Tensor, block: int, scale_of, round_to) -> torch.Tensor:
     K = x.shape[-1]
     y = torch.nn.functional.pad(x.float(), (0, -K % block)).unflatten(-1, (-1, block))
     scale = scale_of(y.abs().amax(-1, keepdim=True))
-    return (round_to(y / scale) * scale).flatten(-2)[..., :K].to(x.dtype)
+    return (round_to(y / scale) * scale).flatten(-2)[..., :K].to(x.dtype).contiguous()

@@ -162,6 +162,12 @@ def test_a_block_whose_amax_is_exactly_the_top_keeps_it(k):
     assert torch.equal(simulate_fp4_blocks(y, 2), y)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_short_last_block_leaves_a_contiguous_result(dtype):
+    """A kernel that stands for an operation must return one, the reference too."""
+    assert simulate_fp8_blocks(torch.ones(3, 200, dtype=dtype), 128).is_contiguous()
+
+
 def test_bf16_is_simulated_in_fp32_and_comes_back_as_bf16():
     x = torch.randn(5, 100).bfloat16()
     assert torch.equal(simulate_fp8_blocks(x, 64), simulate_fp8_blocks(x.float(), 64).bfloat16())
