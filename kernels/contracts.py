@@ -1,5 +1,6 @@
 """Every contract by the name of its operation."""
 
+from functools import cache
 from importlib import import_module
 
 from dsv4.kernels.contract import Contract
@@ -28,6 +29,7 @@ FOLDERS = (
 )
 
 
+@cache
 def contracts() -> dict[str, Contract]:
     """Operation → contract, in the order of the folders."""
     found = [import_module(f"dsv4.kernels.{folder}.contract").CONTRACTS for folder in FOLDERS]

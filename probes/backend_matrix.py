@@ -3,25 +3,21 @@ backend_matrix.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import ClassVar
 
 import torch
 
 from dsv4.kernels.cache_rows import PackedRows
-from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.dispatch import DispatchLedger, bind
-from dsv4.kernels.drawing import Draw
 from dsv4.kernels.errors import BackendUnavailable
 from dsv4.kernels.staging import SlotTable
 from dsv4.numerics import Numerics
-from dsv4.probes.case_inputs import Case, Inputs
+from dsv4.probes.backend_cases import Case, cases_beside
 from dsv4.probes.compile_ahead import compile_ahead
-from dsv4.probes.composition_cases import composition_cases
-from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
-from dsv4.probes.kernel_audit.harness import taken
+from dsv4.probes.contract_cases import truths
+from dsv4.probes.kernel_audit.acceptance import Truth
+from dsv4.probes.kernel_audit.harness import in_order, placed, taken
 from dsv4.probes.kernel_audit.scene import LIMIT
-from dsv4.probes.operation_cases import BY_CONTRACT, operation_cases
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subject import Subject
@@ -36,7 +32,6 @@ OF_CODES = (
     "sums of simulated FP8: a value beside a boundary moves by 6 %; without the simulation all do, by 2.6 % rms",
 )
 EXACT = "what is copied or encoded is defined bit for bit"
-TOKENS = (1, 2, 9)  # implementations choose their way by such counts
 
 
 @dataclass(frozen=True)
@@ -51,14 +46,8 @@ class BackendMatrix(Probe):
     def run(self, subject: Subject) -> list[Check]:
         checks, backend = [], subject.model.backend
         if subject.model.device.type == "cuda" and backend == "triton":
-            compile_ahead(
-                [subject.config],
-                dtypes_of(subject.model.numerics),
-                TOKENS,
-                backend,
-                str(subject.model.device),
-                self.seed,
-            )
+            dtypes = dtypes_of(subject.model.numerics)
+            compile_ahead([subject.config], dtypes, backend, str(subject.model.device), self.seed)
         operations, compositions = subject.tables
         for name, op in operations.items():
             if name in subject.model.op.replaced:
@@ -74,7 +63,7 @@ class BackendMatrix(Probe):
                     Check(name, Status.PASS, "the reference itself", name, samples=1, source="nothing to compare")
                 )
             else:
-                checks += self._cases(subject, name, mine, op.implementations["reference"], operation_cases)
+                checks += self._cases(subject, name, mine, op.implementations["reference"])
         reference = bind(operations, "reference", DispatchLedger())
         for name, composition in compositions.items():
             if name not in subject.compositions:
@@ -90,24 +79,24 @@ class BackendMatrix(Probe):
                 )
                 continue
             parts = lambda *arguments, default=composition.default: default(reference, *arguments)
-            checks += self._cases(subject, name, subject.compositions[name], parts, composition_cases)
+            checks += self._cases(subject, name, subject.compositions[name], parts)
         return checks
 
     def _users(self, subject: Subject, name: str, reference: Callable) -> list[Check]:
         """Of the kernel that stands for operation `name`, which the note names."""
         kernel = subject.model.op.replaced[name]
-        found = self._cases(subject, name, kernel, reference, operation_cases)
+        found = self._cases(subject, name, kernel, reference)
         return [replace(c, note="; ".join(filter(None, (f"kernel {kernel.shown}", c.note)))) for c in found]
 
-    def _cases(self, subject: Subject, name: str, mine: Callable, wanted: Callable, cases: Callable) -> list[Check]:
-        """Activations in fp32, and in bf16 where the subject's are."""
-        if name in BY_CONTRACT and subject.family != "gqa":
-            return self._by_contract(subject, name, mine)
-        found = []
+    def _cases(self, subject: Subject, name: str, mine: Callable, wanted: Callable) -> list[Check]:
+        """Activations in fp32, and in bf16 where the subject's are: cases of the contract against fp64, as
+        `dsv4 kernel audit` judges them, most of them in the subject's own dtype; and those beside it against the
+        reference."""
+        found, device, own = [], subject.model.device, subject.model.numerics.activation
         for dtype in dtypes_of(subject.model.numerics):
-            for tokens in TOKENS:
-                made = cases(name, Inputs(subject.config, tokens, dtype, self.seed))
-                found += [compared(name, mine, wanted, case, dtype, subject.model.device) for case in made]
+            given = name, subject.config, dtype, self.seed
+            found += [judged(name, mine, truth, dtype, device) for truth in truths(*given, own)]
+            found += [compared(name, mine, wanted, case, dtype, device) for case in cases_beside(*given)]
         if not found and subject.family == "gqa" and name == "chunked_prefill":
             return [
                 vacuous(
@@ -118,39 +107,24 @@ class BackendMatrix(Probe):
             ]
         return found or [Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")]
 
-    def _by_contract(self, subject: Subject, name: str, mine: Callable) -> list[Check]:
-        """Every case of the contract against fp64, as `dsv4 kernel audit` judges it."""
-        count = taken(mine, contract_of(name), False)
-        return [
-            judged(name, mine, truth, dtype, count, subject.model.device)
-            for dtype in dtypes_of(subject.model.numerics)
-            if dtype in contract_of(name).dtypes
-            for truth in truths(name, subject.config, dtype, self.seed)
-        ]
 
-
-@lru_cache(maxsize=16)
-def truths(name: str, config, dtype: torch.dtype, seed: int) -> list[Truth]:
-    """Every case of a contract at a model's widths, with its results in fp64 and of an honest kernel."""
-    contract = contract_of(name)
-    return [truth_of(contract, case, contract.default(dtype)) for case in contract.cases(config, Draw(seed, dtype))]
-
-
-def judged(name: str, mine: Callable, truth: Truth, dtype: torch.dtype, count: int, device: torch.device) -> Check:
-    """One call on `device`, of the first `count` arguments, against fp64."""
+def judged(name: str, mine: Callable, truth: Truth, dtype: torch.dtype, device: torch.device) -> Check:
+    """One call on `device`, of the arguments that the function takes, against fp64."""
     where = f"{truth.case.family}, {truth.case.label}, {str(dtype).removeprefix('torch.')}"
     try:
-        found = results(mine, Case(where, list(truth.case.arguments[:count]), truth.contract.written), device)
+        arguments = placed(truth.case.arguments[: taken(mine, truth.contract, False)], device)
+        found = [None if t is None else t.cpu() for t in in_order(truth.contract, mine(*arguments), arguments)]
     except Exception as error:  # an implementation under audit may raise anything
         note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return Check("the operation takes these inputs", Status.ERROR, where, name, note=note)
     verdict = truth.judge(found)
-    if verdict.what == "shape and dtype":
+    if verdict.what in ("shape and dtype", "results"):
         return compare(
             f"{name}: dtypes and shapes", verdict.place, "==", "the contract's", "", 1, where=where, part=name
         )
     about = dict(where=where, part=name, unit="× limit", found=verdict.place if verdict.ratio > 1 else "")
-    return compare(f"{name} against fp64", float(f"{verdict.ratio:.3g}"), "<=", 1.0, LIMIT, 1, **about)
+    count = sum(t.numel() for t in truth.exact)
+    return compare(f"{name} against fp64", float(f"{verdict.ratio:.3g}"), "<=", 1.0, LIMIT, count, **about)
 
 
 def dtypes_of(numerics: Numerics) -> tuple[torch.dtype, ...]:
@@ -194,7 +168,7 @@ def compared(
 
 def results(function: Callable, case: Case, device: torch.device) -> list[torch.Tensor]:
     """What the function returns and what it writes, in host memory; its arguments are copies on `device`."""
-    arguments = [copied(a, device) for a in case.arguments]
+    arguments = placed(case.arguments, device)
     returned = function(*arguments)
     return [t.cpu() for value in (returned, *(arguments[place] for place in case.written)) for t in flat(value)]
 
@@ -234,22 +208,6 @@ def most_of(found: torch.Tensor, wanted: torch.Tensor) -> float:
     size = wanted.double().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
     errors = ((found.double() - wanted.double()).abs() / size).flatten().sort().values
     return float("inf") if errors.isnan().any() else errors[int(0.9 * (len(errors) - 1))].item()
-
-
-def copied(value, device: torch.device):
-    """A copy on `device` of a tensor, or of the tensors in a tuple (weights and packed rows are such)."""
-    if isinstance(value, torch.Tensor):
-        return own(value, device)
-    if isinstance(value, tuple):
-        parts = [copied(v, device) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return value
-
-
-def own(a: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy with the strides of `a`, which an implementation must not ignore, in memory of its own."""
-    size = 1 + sum((extent - 1) * stride for extent, stride in zip(a.shape, a.stride())) if a.numel() else 0
-    return torch.zeros(size, dtype=a.dtype, device=device).as_strided(a.shape, a.stride()).copy_(a)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from itertools import islice
 from multiprocessing import get_context, parent_process
 from typing import NamedTuple
 
@@ -19,21 +20,21 @@ from dsv4.gqa.config import GQAConfig
 from dsv4.gqa.model import GQA_COMPOSITIONS
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
-from dsv4.probes.case_inputs import Inputs
-from dsv4.probes.composition_cases import composition_cases
+from dsv4.probes.contract_cases import calls
+from dsv4.probes.kernel_audit.harness import placed
 from dsv4.probes.machine import usable_processors
-from dsv4.probes.operation_cases import operation_cases
 
 # operations with many kernels come first, so that they are not last
 HEAVY = ("moe", "experts", "linears", "linear", "shared_expert", "grouped_linear", "attention_inputs")
+TURNS = 3  # pieces of each operation and dtype
 
 
 class Piece(NamedTuple):
-    """All cases of one operation or composition for so many tokens."""
+    """Every `TURNS`th case of an operation or composition, from the one of number `turn`."""
 
     name: str
     dtype: torch.dtype
-    tokens: int
+    turn: int
 
 
 def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:
@@ -41,28 +42,21 @@ def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:
     return (GQA_OPERATIONS, GQA_COMPOSITIONS) if isinstance(config, GQAConfig) else (OPERATIONS, COMPOSITIONS)
 
 
-def pieces(
-    dtypes: Iterable[torch.dtype], tokens: Iterable[int], tables: tuple[dict, dict] = (OPERATIONS, COMPOSITIONS)
-) -> list[Piece]:
+def pieces(dtypes: Iterable[torch.dtype], tables: tuple[dict, dict] = (OPERATIONS, COMPOSITIONS)) -> list[Piece]:
     names = sorted({**tables[0], **tables[1]}, key=lambda name: name not in HEAVY)
-    return [Piece(name, dtype, n) for name in names for n in tokens for dtype in dtypes]
+    return [Piece(name, dtype, turn) for name in names for turn in range(TURNS) for dtype in dtypes]
 
 
 def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
     """The number of calls that returned. Results and errors are dropped."""
-    from dsv4.probes.backend_matrix import results
-
     torch.set_num_threads(1)
-    (operations, compositions), cases = tables_of(config), operation_cases
-    operation = operations.get(piece.name)
-    if operation is None:
-        operation, cases = compositions[piece.name], composition_cases
-    mine, done = operation.implementations.get(backend), 0
+    operations, compositions = tables_of(config)
+    mine, done = (operations | compositions)[piece.name].implementations.get(backend), 0
     if mine is None:
         return 0
-    for case in cases(piece.name, Inputs(config, piece.tokens, piece.dtype, seed)):
+    for arguments in islice(calls(piece.name, mine, config, piece.dtype, seed), piece.turn, None, TURNS):
         with suppress(Exception):
-            results(mine, case, torch.device(device))
+            mine(*placed(arguments, torch.device(device)))
             done += 1
     return done
 
@@ -70,7 +64,6 @@ def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, devic
 def compile_ahead(
     configs: Iterable[ModelConfig | GQAConfig],
     dtypes: Iterable[torch.dtype],
-    tokens: Iterable[int],
     backend: str,
     device: str,
     seed: int,
@@ -80,8 +73,8 @@ def compile_ahead(
     of many."""
     if parent_process() is not None:
         return 0
-    dtypes, tokens = tuple(dtypes), tuple(tokens)
-    work = [(config, piece) for config in configs for piece in pieces(dtypes, tokens, tables_of(config))]
+    dtypes = tuple(dtypes)
+    work = [(config, piece) for config in configs for piece in pieces(dtypes, tables_of(config))]
     work.sort(key=lambda pair: pair[1].name not in HEAVY)
     with (
         suppress(BrokenProcessPool),

@@ -16,7 +16,7 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.probes.audit import open_subject
-from dsv4.probes.backend_matrix import TOKENS, BackendMatrix
+from dsv4.probes.backend_matrix import BackendMatrix
 from dsv4.probes.compile_ahead import compile_ahead
 from dsv4.probes.formats import json_report, words
 from dsv4.probes.formats.markdown import escape, fence, table
@@ -136,9 +136,7 @@ def selftest(
                 open_subject(bench.profiles / name, "ours", "fp32", backend, bench.device).config
                 for name in profiles.NAMES
             ]
-            compile_ahead(
-                configs, (torch.float32, torch.bfloat16), TOKENS, backend, bench.device, BackendMatrix.seed, jobs
-            )
+            compile_ahead(configs, (torch.float32, torch.bfloat16), backend, bench.device, BackendMatrix.seed, jobs)
         results = [kept.result(task) for task in tasks]
         for result in filter(None, results):
             done(result, len(tasks))

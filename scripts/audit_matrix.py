@@ -26,7 +26,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.kernels.errors import Dsv4Error
-from dsv4.probes.backend_matrix import TOKENS
 from dsv4.probes.compile_ahead import compile_ahead
 from dsv4.probes.journal import Kept
 from dsv4.probes.machine import gpu_names
@@ -217,7 +216,7 @@ def main(given: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.device == "cuda" and any(backend == "triton" for backend, *_ in left):
         begun = time.monotonic()
-        compile_ahead([subject.config], (torch.float32, torch.bfloat16), TOKENS, "triton", args.device, seed=0)
+        compile_ahead([subject.config], (torch.float32, torch.bfloat16), "triton", args.device, seed=0)
         print(f"kernels compiled: {time.monotonic() - begun:.0f} s", flush=True)
     places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0)
     with ThreadPoolExecutor(args.jobs) as pool:

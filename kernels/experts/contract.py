@@ -70,7 +70,7 @@ def _wide_cases(stacks, w, draw):
 def _case(family, form, skew, N, stacks, w, draw, simulate=False) -> Case:
     own = family if family in OWN else "random"
     w13, w2 = stacks(form, own, simulate)
-    k, E = w.num_experts_per_tok, stacks.E
+    k, E = w.num_experts_per_tok, stacks.count(own)
     indices = lists(skew, N, k, E, draw)
     N = len(indices)
     routing = draw.uniform(0.1, 1, N, k)

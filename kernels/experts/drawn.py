@@ -9,6 +9,7 @@ from dsv4.kernels.linear.contract import ACTIVATION_BLOCK, uneven
 from dsv4.kernels.linear.drawn import DENSE, FP8, MXFP4, NVFP4
 
 WIDE = 1024  # from this width on fewer cases are drawn, of as few experts as a token's list needs
+FEW = 8  # experts that are enough where a family needs stacks of its own
 MANY = 16  # tokens where roundings move codes of FP8: rows differ in how many are moved
 BELOW = "inputs of w2 below a step"
 OWN = ("coded experts", "a few large columns", "gates far below", BELOW)  # families with weights of their own
@@ -20,8 +21,12 @@ class Stacks:
     alone is kept."""
 
     def __init__(self, w, draw):
-        self.w, self.d, self.draw, self.found = w, w.hidden_size, draw, {}
-        self.E = w.n_routed_experts if w.hidden_size < WIDE else min(w.n_routed_experts, w.num_experts_per_tok + 2)
+        self.w, self.d, self.k, self.draw, self.found = w, w.hidden_size, w.num_experts_per_tok, draw, {}
+        self.E = w.n_routed_experts if w.hidden_size < WIDE else min(w.n_routed_experts, self.k + 2)
+
+    def count(self, family: str) -> int:
+        """Experts of a stack: of families with weights of their own not more than `FEW`, or than a list needs."""
+        return min(self.E, max(FEW, self.k + 2)) if family in OWN else self.E
 
     def __call__(self, form: str, family: str, simulate: bool):
         """(w13, w2) of E experts."""
@@ -29,7 +34,7 @@ class Stacks:
         if key not in self.found:
             if self.d >= WIDE:
                 self.found.clear()
-            made = [self._pair(*key, e) for e in range(self.E)]
+            made = [self._pair(*key, e) for e in range(self.count(family))]
             self.found[key] = tuple(drawn.stack(list(ws)) for ws in zip(*made))
         return self.found[key]
 
@@ -87,7 +92,8 @@ def lists(skew: str, N: int, k: int, E: int, draw) -> torch.Tensor:
 def same_sign(I: int, d: int, draw) -> torch.Tensor:
     """Gate rows fp32 [I, d], half of each 1/d and half 3/d, rounded to a power of two: with inputs that are all one
     whole number the sums are exact, and whole, whatever their order."""
-    first = draw.rand(I, d).argsort(1) < d // 2
+    order = draw.shuffled(torch.arange(d))
+    first = order[(torch.arange(I).unsqueeze(1) + torch.arange(d)) % d] < d // 2
     return torch.where(first, 1.0, 3.0) * 2.0 ** -round(math.log2(d))
 
 

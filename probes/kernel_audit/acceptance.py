@@ -42,10 +42,11 @@ class Truth:
     exact: tuple[torch.Tensor, ...]
     honest: tuple[torch.Tensor, ...]
 
-    def judge(self, found: list[torch.Tensor]) -> Judgement:
+    def judge(self, found: list[torch.Tensor | None]) -> Judgement:
         """The worst judgement of all results; wrong numbers of them, shapes and dtypes are infinitely wrong."""
-        if len(found) != len(self.exact):
-            return Judgement(float("inf"), "results", f"{len(found)} tensors, expected {len(self.exact)}")
+        there = sum(t is not None for t in found)
+        if len(found) != len(self.exact) or there < len(found):
+            return Judgement(float("inf"), "results", f"{there} tensors, expected {len(self.exact)}")
         results = (self._in_order(tuple(r)) for r in (found, self.exact, self.honest))
         judged = [self._one(output, *three) for output, *three in zip(self.contract.outputs, *results)]
         return max(judged, key=lambda j: j.ratio)

@@ -8,7 +8,7 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class Harness:
 
     def place(self, arguments: tuple) -> tuple:
         """Copies of the arguments on the device, each tensor in memory of its own and with its strides."""
-        return tuple(rebuilt(a, lambda t: own(t, self.device)) for a in arguments)
+        return placed(arguments, self.device)
 
     def call(self, arguments: tuple, templates: Templates | tuple = (), fill: int = 0xFF) -> list[torch.Tensor]:
         """Results in the order of the contract, on the device. Raises SubjectFailed."""
@@ -92,16 +92,22 @@ class Harness:
 
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
         """Returned tensors and those that were written in place, in the order of the contract's outputs."""
-        rest = list(tensors(returned))
-        for t in rest:
-            if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
-                raise SubjectFailed(f"a result is a {type(t).__name__}, expected a plain torch.Tensor")
-        places = [o.argument for o in self.contract.outputs]
-        if self.spec.out_arguments or all(place is None for place in places):
-            return rest
-        given = iter(rest)
-        whole = len(rest) == len(places)
-        return [next(given, None) if whole or p is None else next(iter(tensors(arguments[p]))) for p in places]
+        return in_order(self.contract, returned, arguments, self.spec.out_arguments)
+
+
+def in_order(contract: Contract, returned, arguments, out_arguments: bool = False) -> list[torch.Tensor]:
+    """Results of a call in the order of the contract's outputs: what it returned, and arguments that it wrote. Raises
+    SubjectFailed for tensors of other classes."""
+    rest = list(tensors(returned))
+    for t in rest:
+        if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
+            raise SubjectFailed(f"a result is a {type(t).__name__}, expected a plain torch.Tensor")
+    places = [o.argument for o in contract.outputs]
+    if out_arguments or all(place is None for place in places):
+        return rest
+    given = iter(rest)
+    whole = len(rest) == len(places)
+    return [next(given, None) if whole or p is None else next(iter(tensors(arguments[p]))) for p in places]
 
 
 def taken(function: Callable, contract: Contract, out_arguments: bool) -> int:
@@ -131,6 +137,11 @@ def _filled(shape, dtype: torch.dtype, device, fill: int) -> torch.Tensor:
     """Memory for a result, every byte of it `fill`: NaN for 255."""
     size = math.prod(shape) * dtype.itemsize
     return torch.full((size,), fill, dtype=torch.uint8, device=device).view(dtype).view(shape)
+
+
+def placed(arguments: Iterable, device) -> tuple:
+    """Copies of the arguments on `device`, each tensor in memory of its own and with its strides."""
+    return tuple(rebuilt(a, lambda t: own(t, device)) for a in arguments)
 
 
 def own(a: torch.Tensor, device) -> torch.Tensor:

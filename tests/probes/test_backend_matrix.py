@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from dsv4.kernels import operations
+from dsv4.kernels.contracts import contracts
 from dsv4.kernels.dispatch import DispatchLedger, Operation, bind
+from dsv4.kernels.drawing import Draw
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.quantize import simulate_fp8_blocks
+from dsv4.kernels.widths import Widths
 from dsv4.probes import backend_matrix
-from dsv4.probes.backend_matrix import BackendMatrix, differing, error_of, most_of, own
-from dsv4.probes.case_inputs import Inputs
-from dsv4.probes.composition_cases import composition_cases
-from dsv4.probes.operation_cases import operation_cases
+from dsv4.probes.backend_cases import cases_beside
+from dsv4.probes.backend_matrix import BackendMatrix, differing, error_of, most_of
+from dsv4.probes.contract_cases import contract_cases, size_of
+from dsv4.probes.kernel_audit.harness import own
 from dsv4.probes.result import Status
 from dsv4.probes.subjects.ours import OurSubject
 
@@ -72,12 +75,28 @@ def test_each_has_inputs_at_which_a_fault_shows(subject, monkeypatch, name):
     assert {c.part for c in found if c.status is Status.FAIL} == {name}
 
 
-@pytest.mark.parametrize("name", ["linear", "shared_expert", "experts", "moe", "linears"])
-def test_every_format_of_weights_is_among_them(official, subject, name):
-    cases = operation_cases if name in OPERATIONS else composition_cases
-    labels = " ".join(case.label for case in cases(name, Inputs(subject.config, 2, torch.float32, 0)))
-    assert all(how in labels for how in ("dense", "fp8", "mxfp4", "nvfp4"))
-    assert name == "linears" or all(f"{how}, simulated" in labels for how in ("fp8", "mxfp4", "nvfp4"))
+FORMATS = ("dense", "fp8", "mxfp4", "nvfp4")
+
+
+@pytest.mark.parametrize("name", ["linear", "grouped_linear", "shared_expert", "experts", "moe", "linears"])
+def test_every_format_of_weights_is_among_them(subject, name):
+    widths, dtype = Widths.of(subject.config), torch.bfloat16
+    cases = list(contract_cases(name, widths, dtype, 0)) or list(cases_beside(name, subject.config, dtype, 0))
+    labels = " ".join(case.label for case in cases)
+    assert all(how in labels for how in FORMATS)
+    assert name == "grouped_linear" or labels.count("simulated") + labels.count("activations in FP8") >= 3
+
+
+@pytest.mark.few(name=["linear", "gather_attention"])
+@pytest.mark.parametrize("name", list(contracts()))
+def test_the_subset_has_each_family_and_each_size_of_a_contract(subject, name):
+    contract, widths = contracts()[name], Widths.of(subject.config)
+    every = list(contract.cases(widths, Draw(0, contract.dtypes[0])))
+    chosen = list(contract_cases(name, widths, contract.dtypes[0], 0))
+    assert {c.family for c in chosen} == {c.family for c in every}
+    assert {size_of(c) for c in chosen} == {size_of(c) for c in every}
+    labels = [(c.family, c.label) for c in every]
+    assert all((c.family, c.label) in labels for c in chosen) and len(chosen) <= len(every)
 
 
 def test_a_scale_of_fewer_columns_is_red(subject, monkeypatch):
@@ -91,6 +110,21 @@ def test_a_scale_of_fewer_columns_is_red(subject, monkeypatch):
     found = [c for c in BackendMatrix().run(subject) if c.part == "linear" and c.status is Status.FAIL]
     in_bf16 = [c.where for c in found if "bfloat16" in c.where]
     assert in_bf16 and all("large columns" in where for where in in_bf16)
+
+
+def test_entries_taken_for_one_packed_block_are_red(subject, monkeypatch):
+    def change(real):
+        def attend(q, window, near, entries, *rest):
+            if isinstance(entries, torch.Tensor):
+                B, n, D = entries.shape
+                entries = entries.as_strided((B, n, D), (n * D, D, 1))
+            return real(q, window, near, entries, *rest)
+
+        return attend
+
+    planted(monkeypatch, "hca_attention", change)
+    found = [c for c in BackendMatrix().run(subject) if c.status is Status.FAIL]
+    assert {(c.part, c.where.split(", ")[-1]) for c in found} == {("hca_attention", "rows of longer buffers")}
 
 
 @pytest.mark.few("name", name=["latent", "moe", "linears"])
@@ -115,8 +149,8 @@ def test_a_missing_operation_is_an_error_and_the_others_run(subject, monkeypatch
     alone = {"reference": OPERATIONS["rotate"].implementations["reference"]}
     monkeypatch.setitem(OPERATIONS, "rotate", Operation("rotate", alone))
     assert "rotate" not in subject.operations
-    monkeypatch.setattr(backend_matrix, "operation_cases", lambda name, inputs: [])
-    monkeypatch.setattr(backend_matrix, "composition_cases", lambda name, inputs: [])
+    for cases in ("truths", "cases_beside"):
+        monkeypatch.setattr(backend_matrix, cases, lambda *given: [])
     found = {c.part: c for c in BackendMatrix().run(subject)}
     assert found["rotate"].status is Status.ERROR and "has only reference" in found["rotate"].note
     assert set(found) == {*OPERATIONS, *COMPOSITIONS}

@@ -13,10 +13,9 @@ from dsv4.graph import DecodeGraph
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
+from dsv4.probes.backend_cases import cases_beside
 from dsv4.probes.backend_matrix import results
 from dsv4.probes.captured import SCENARIOS, Captured, exactly, starts_of
-from dsv4.probes.case_inputs import Inputs
-from dsv4.probes.composition_cases import composition_cases
 from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
@@ -148,9 +147,8 @@ class NoHostReads(TorchDispatchMode):
 def test_a_fault_of_a_fused_step_can_be_captured_and_is_wrong_numbers(tmp_path):
     """Planted on a GPU it has to be wrong entries, which `captured` names, and no error of the capture itself."""
     config, site = ModelConfig.from_official(profile.DEFAULT), Site(tmp_path)
-    case = next(
-        c for c in composition_cases("attention_inputs", Inputs(config, 2, torch.float32, 0)) if "csa" in c.label
-    )
+    cases = cases_beside("attention_inputs", config, torch.float32, 0)
+    case = next(c for c in cases if c.label.startswith("2 tokens, csa"))
     host, sound = torch.device("cpu"), COMPOSITIONS["attention_inputs"].implementations["triton"]
     wanted = results(sound, case, host)
     next(m for m in catalogue() if m.name == "windows in replays pool tokens that do not exist").plant(site)

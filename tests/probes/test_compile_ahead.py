@@ -9,30 +9,29 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.probes import backend_matrix, compile_ahead, machine
 from dsv4.probes.audit import open_subject
-from dsv4.probes.compile_ahead import Piece, pieces, run_piece
+from dsv4.probes.compile_ahead import TURNS, Piece, pieces, run_piece
 from dsv4.probes.result import Status
 
 
-def test_every_operation_and_composition_is_a_piece_for_each_count_and_dtype():
-    found = pieces((torch.float32, torch.bfloat16), (1, 9))
-    assert len(found) == len(set(found)) == 4 * (len(OPERATIONS) + len(COMPOSITIONS))
+def test_every_operation_and_composition_is_a_piece_for_each_turn_and_dtype():
+    found = pieces((torch.float32, torch.bfloat16))
+    assert len(found) == len(set(found)) == 2 * TURNS * (len(OPERATIONS) + len(COMPOSITIONS))
     assert {p.name for p in found[:8]} <= set(compile_ahead.HEAVY) <= {p.name for p in found}
 
 
-def test_a_piece_makes_the_calls_of_the_probe(golden_path, monkeypatch):
+def test_the_pieces_of_an_operation_make_the_calls_of_the_probe(golden_path):
     subject = open_subject(golden_path, "ours", "fp32", "cpu")
     config = pickle.loads(pickle.dumps(subject.config))  # as a process is given it
     threads = torch.get_num_threads()
     try:
         done = {
-            name: run_piece(config, Piece(name, torch.float32, 2), "cpu", "cpu", 0)
+            name: sum(run_piece(config, Piece(name, torch.float32, t), "cpu", "cpu", 0) for t in range(TURNS))
             for name in ("rms_norm", "experts", "route_scored")
         }
         # fails, and says nothing
         assert run_piece(config, Piece("rms_norm", torch.float32, 2), "cpu", "nowhere", 0) == 0
     finally:
         torch.set_num_threads(threads)
-    monkeypatch.setattr(backend_matrix, "TOKENS", (2,))
     checks = backend_matrix.BackendMatrix().run(subject)
     for name, calls in done.items():
         mine = [c for c in checks if c.part == name and c.source != "nothing to compare"]
@@ -45,14 +44,14 @@ def test_processes_make_all_calls(golden_path, monkeypatch):
     monkeypatch.setattr(
         compile_ahead,
         "pieces",
-        lambda dtypes, tokens, tables: [Piece(n, torch.float32, 1) for n in ("rms_norm", "route_scored")],
+        lambda dtypes, tables: [Piece(n, torch.float32, 1) for n in ("rms_norm", "route_scored")],
     )
     here = sum(
         run_piece(subject.config, Piece(n, torch.float32, 1), "cpu", "cpu", 0) for n in ("rms_norm", "route_scored")
     )
-    assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == here > 0
+    assert compile_ahead.compile_ahead([subject.config], (torch.float32,), "cpu", "cpu", 0, jobs=2) == here > 0
     monkeypatch.setattr(compile_ahead, "parent_process", lambda: object())
-    assert compile_ahead.compile_ahead([subject.config], (torch.float32,), (1,), "cpu", "cpu", 0, jobs=2) == 0
+    assert compile_ahead.compile_ahead([subject.config], (torch.float32,), "cpu", "cpu", 0, jobs=2) == 0
 
 
 @pytest.mark.parametrize(

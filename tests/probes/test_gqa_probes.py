@@ -3,6 +3,7 @@ apply is left out."""
 
 import functools
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ from dsv4.gqa.cache import LayerRows
 from dsv4.gqa.model import GQAModel
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.probes.audit import audit, open_subject
-from dsv4.probes.backend_matrix import TOKENS, compared, dtypes_of
+from dsv4.probes.backend_cases import cases_beside
+from dsv4.probes.backend_matrix import compared, dtypes_of, judged
 from dsv4.probes.buffers import buffers, poison
-from dsv4.probes.case_inputs import Inputs
 from dsv4.probes.compile_ahead import Piece, pieces, run_piece, tables_of
+from dsv4.probes.contract_cases import truths
 from dsv4.probes.formats import json_report, markdown
-from dsv4.probes.gqa.operation_cases import gqa_cases
 from dsv4.probes.mutations import Site, profile
 from dsv4.probes.oracle.gqa import GQAOracle, other_variant
 from dsv4.probes.probe import BESIDE, CATALOGUE, applying, available, execute, left_out, probe_named
@@ -297,44 +298,37 @@ def test_isolation_sees_state_that_stays(profiles, site):
 
 @pytest.mark.parametrize("name", sorted(GQA_OPERATIONS))
 def test_every_operation_has_cases_that_run_and_that_a_changed_kernel_fails(profiles, name):
-    subject, run = open_subject(profiles / "qwen2", "ours", "native"), 0
+    subject, run, here = open_subject(profiles / "qwen2", "ours", "native"), 0, torch.device("cpu")
     reference = GQA_OPERATIONS[name].implementations["reference"]
 
-    place = {"grouped_attention": 2, "gather_attention": 2, "rms_norm": 1}.get(name, 0)  # what every result depends on
-
     def changed(*given):
-        if name == "fetch":  # a slot off by one
-            return torch.where((slots := reference(*given)) < 0, slots, slots + 1)
+        match name:
+            case "choose_blocks":
+                return (reference(*given) + 1).int()
+            case "fetch":  # a slot off by one
+                return torch.where((slots := reference(*given)) < 0, slots, slots + 1)
+            case "rms_norm":
+                return reference(*given) * 1.5
+        place = 2 if "attention" in name else 0  # what every result depends on
         return reference(*given[:place], given[place] * 1.5, *given[place + 1 :])
 
-    for dtype in dtypes_of(subject.model.numerics):
-        for tokens in TOKENS:
-            for case in gqa_cases(name, Inputs(subject.config, tokens, dtype, 0)):
-                run += 1
-                same = compared(name, reference, reference, case, dtype, torch.device("cpu"))
-                assert same.status is Status.PASS, same
-                if name != "choose_blocks":  # larger queries choose the same
-                    assert compared(name, changed, reference, case, dtype, torch.device("cpu")).status is Status.FAIL, (
-                        case.label
-                    )
-    assert run >= 6
+    for dtype, (function, status) in product(
+        dtypes_of(subject.model.numerics), ((reference, Status.PASS), (changed, Status.FAIL))
+    ):
+        given = name, subject.config, dtype, 0
+        checks = [judged(name, function, truth, dtype, here) for truth in truths(*given)]
+        checks += [compared(name, function, reference, case, dtype, here) for case in cases_beside(*given)]
+        run += len(checks)
+        assert all(c.status is status for c in checks), [c for c in checks if c.status is not status]
+    assert run >= 12
 
 
 def test_kernels_are_compiled_ahead_at_its_widths(profiles):
     config = open_subject(profiles / "mistral", "files").config
-    named = {piece.name for piece in pieces((torch.float32,), (1,), tables_of(config))}
+    named = {piece.name for piece in pieces((torch.float32,), tables_of(config))}
     assert named == {*GQA_OPERATIONS, "linears"}
     # forms of `training` run on a CPU
-    assert run_piece(config, Piece("rotary_rows", torch.float32, 1), "training", "cpu", 0) == 2
-
-
-def test_a_choice_of_other_blocks_is_seen(profiles):
-    op = GQA_OPERATIONS["choose_blocks"].implementations["reference"]
-    other = lambda *given: (op(*given) + 1).int()
-    for case in gqa_cases(
-        "choose_blocks", Inputs(open_subject(profiles / "qwen2", "files").config, 2, torch.float32, 0)
-    ):
-        assert compared("choose_blocks", other, op, case, torch.float32, torch.device("cpu")).status is Status.FAIL
+    assert run_piece(config, Piece("rotary_rows", torch.float32, 1), "training", "cpu", 0) >= 2
 
 
 def test_buffers_know_whose_bytes_are_whose(profiles):

@@ -97,7 +97,7 @@ def test_a_row_of_zeros_must_be_zeros_where_the_honest_kernel_has_zeros(rows):
 def test_the_form_of_results_is_held(rows):
     exact, honest, _ = rows
     one = truth(exact, honest)
-    for wrong in ([], [honest, honest], [honest[:5]], [honest.double()]):
+    for wrong in ([], [None], [honest, honest], [honest[:5]], [honest.double()]):
         assert one.judge(wrong).ratio == float("inf")
 
 
