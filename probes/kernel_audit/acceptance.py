@@ -108,13 +108,13 @@ def _sums(output: Output, t, found, exact, honest) -> Judgement:
     live = norm > 0
     own, off = (honest - exact).norm(dim=1), (found - exact).norm(dim=1)
     d0 = own[live] / norm[live]
-    most = max(d0.quantile(0.9).item() if live.any() else 0.0, half)
+    most = max(_of_nine_in_ten(d0).item() if live.any() else 0.0, half)
     factor = NARROW if most >= ROUNDED else WIDE
     limit = factor * torch.where(live, norm, 0.0) * (own / norm.clamp(min=1e-300)).clamp(min=most)
     limit = torch.where(live, limit, 2 * factor * own)
     by_row = _ratio(off, limit)
     worst, mine = (found - exact).abs(), (honest - exact).abs().amax(1)
-    usual = (mine[live] / norm[live]).quantile(0.9) * norm if live.any() else mine
+    usual = _of_nine_in_ten(mine[live] / norm[live]) * norm if live.any() else mine
     by_element = _ratio(worst.amax(1), 2 * factor * torch.stack((mine, usual, half * exact.abs().amax(1))).amax(0))
     row = int(torch.maximum(by_row, by_element).argmax())
     error = (off[live] / norm[live]).amax().item() if live.any() else 0.0
@@ -122,6 +122,14 @@ def _sums(output: Output, t, found, exact, honest) -> Judgement:
     if by_row[row] >= by_element[row]:
         return Judgement(by_row[row].item(), "relative L2 of a row", _place(output, t, at[:1]), error)
     return Judgement(by_element[row].item(), "worst element of a row", _place(output, t, at), error)
+
+
+def _of_nine_in_ten(values: torch.Tensor) -> torch.Tensor:
+    """What nine in ten of the values [n] stay below, between two of them in proportion: `quantile(0.9)`, which takes
+    longer than all else of a small case."""
+    place = 0.9 * (len(values) - 1)
+    low, high = values.sort().values[[int(place), -int(-place // 1)]]
+    return torch.lerp(low, high, place % 1)
 
 
 def _ratio(error: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

@@ -54,6 +54,12 @@ def test_a_row_of_bf16_may_be_four_times_as_wrong(rows, times, right):
     assert (judged.ratio <= 1) is right, judged
 
 
+@pytest.mark.parametrize("n", [1, 2, 10, 11, 33])
+def test_what_nine_in_ten_stay_below_is_the_quantile(n):
+    values = torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    assert torch.allclose(acceptance._of_nine_in_ten(values), values.quantile(0.9), rtol=1e-12)
+
+
 def test_one_wrong_row_is_found_and_named(rows):
     exact, honest, noise = rows
     found = honest.clone()
