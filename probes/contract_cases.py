@@ -12,13 +12,13 @@ from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.contract import Case
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.drawing import Draw
-from dsv4.kernels.experts.drawn import WIDE
 from dsv4.kernels.quantize import PackedWeight
 from dsv4.kernels.widths import Widths
 from dsv4.probes.backend_cases import cases_beside
 from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
 from dsv4.probes.kernel_audit.harness import taken
 
+KEPT = 1 << 20  # numbers of a matrix of every expert
 Config = ModelConfig | GQAConfig
 
 
@@ -61,9 +61,11 @@ def size_of(case: Case) -> int:
 def truths(
     name: str, config: Config, dtype: torch.dtype, seed: int, own: torch.dtype | None = None
 ) -> Iterator[Truth] | list[Truth]:
-    """Those cases with their results in fp64 and of an honest kernel; of wide models made one after another."""
-    given = name, Widths.of(config), dtype, seed, own
-    return _truths(*given) if config.hidden_size >= WIDE else _kept(*given)
+    """Those cases with their results in fp64 and of an honest kernel: made one after another, and of small models kept
+    for the next subject."""
+    w = Widths.of(config)
+    small = max(1, w.n_routed_experts) * w.hidden_size * w.moe_intermediate_size <= KEPT
+    return (_kept if small else _truths)(name, w, dtype, seed, own)
 
 
 def _truths(name: str, widths: Widths, dtype: torch.dtype, *which) -> Iterator[Truth]:
