@@ -28,13 +28,13 @@ def contract_cases(
     """Of the contract of `name` each case with a family and flags, formats, a whole number or a size that none before
     has. None where there is no contract, or none for activations in `dtype`. own: the subject's activations, if it has
     any; in another dtype each combination of formats and flags is enough where the contract has both."""
-    contract, seen = contracts().get(name), set()
+    contract, seen = contracts().get(name), set[tuple]()
     if contract is None or dtype not in contract.dtypes:
         return
     whole = own in (None, dtype) or own not in contract.dtypes
     for case in contract.cases(widths, Draw(seed, dtype)):
         flags = tuple(a for a in case.arguments if isinstance(a, bool | str))
-        traits = {(flags, tuple(map(_form, case.arguments)))}
+        traits: set[tuple] = {(flags, tuple(map(_form, case.arguments)))}
         if whole:
             traits |= {(flags, case.family), ("size", size_of(case))}
             traits |= {(i, a) for i, a in enumerate(case.arguments) if isinstance(a, int)}
