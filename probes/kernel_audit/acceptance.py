@@ -149,15 +149,12 @@ def _codes(output: Output, found: torch.Tensor, exact: torch.Tensor, kept: int =
     if not torch.equal(got.isfinite(), want.isfinite()):
         return Judgement(float("inf"), "NaN or infinity", output.name, float("inf"))
     largest, row = size.amax(-1, keepdim=True), size.amax((-1, -2), keepdim=True)
-    mantissa = torch.frexp(want).mantissa
-    of_bits = lambda n: (mantissa * 2 ** (n + 1) % 1 == 0).all(-1, keepdim=True)
     fp8 = torch.maximum(0.126 * size, row * 2.0**-9 / 223)  # small FP8 codes may look like FP4
     fp4 = torch.maximum(torch.maximum(0.51 * size, largest / 5.9), fp8)
-    step = torch.where(of_bits(1), fp4, torch.where(of_bits(3), fp8, same * largest))
+    step = torch.where(_of_bits(want, 1), fp4, torch.where(_of_bits(want, 3), fp8, same * largest))
     beyond = _ratio(far, torch.maximum(step, same * size))
-    wrong = (far > same * size) & of_bits(3)
-    coded = of_bits(3).expand_as(far).flatten(-2)[..., column > 0]
-    share = wrong.double().sum().item() / max(1, int(coded.sum()))
+    wrong = (far > same * size) & _of_bits(want, 3)
+    share = wrong.double().sum().item() / max(1, int(coded(exact, kept).sum()))
     worst = beyond.max().item() if beyond.numel() else 0.0
 
     def place(mask: torch.Tensor) -> str:
@@ -174,6 +171,19 @@ def _in_blocks(t: torch.Tensor, coded: int) -> torch.Tensor:
     the others."""
     parts = [part for part in t.split((coded, t.shape[-1] - coded), -1) if part.shape[-1]]
     return torch.cat([F.pad(part, (0, -part.shape[-1] % 32)).unflatten(-1, (-1, 32)) for part in parts], -2)
+
+
+def _of_bits(blocks: torch.Tensor, n: int) -> torch.Tensor:
+    """bool [..., blocks, 1]: whether n bits of fraction hold every number of a block."""
+    return (torch.frexp(blocks).mantissa * 2 ** (n + 1) % 1 == 0).all(-1, keepdim=True)
+
+
+def coded(exact: torch.Tensor, kept: int = 0) -> torch.Tensor:
+    """bool of its shape: the numbers that `codes` takes for codes of FP8 or FP4, and not for roundings."""
+    columns = exact.shape[-1]
+    blocks = _in_blocks(exact.double(), columns - kept)
+    column = _in_blocks(torch.arange(1, columns + 1), columns - kept).flatten()
+    return _of_bits(blocks, 3).expand_as(blocks).flatten(-2)[..., column > 0]
 
 
 def _bits(output: Output, found, exact) -> Judgement:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, rebuilt
 from dsv4.kernels.contracts import contract_of, contracts
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, to_float
@@ -17,6 +17,7 @@ from dsv4.kernels.widths import SMALL
 from dsv4.probes.formats import schema
 from dsv4.probes.kernel_audit.acceptance import truth_of
 from dsv4.probes.kernel_audit.errors import KernelAuditError
+from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.trace import dataset
 from dsv4.probes.kernel_audit.trace.definitions import Exporter, in_dialect
 from dsv4.probes.kernel_audit.trace.workloads import tolerance, workload
@@ -233,6 +234,22 @@ def test_tolerances_pass_honest_kernels_and_refuse_zeros(operation):
         assert fits(truth.honest), (one.call.name, one.case.family)
         if truth.honest[0].is_floating_point() and "zeros" not in one.case.exempt:
             assert not fits([torch.zeros_like(t) for t in truth.honest]), (one.call.name, one.case.family)
+
+
+@pytest.mark.parametrize("fault", ["simulate is ignored", "FP8 of the rotated columns too", "the other direction"])
+def test_tolerances_of_codes_beside_roundings_refuse_faults_of_both(fault):
+    """Columns of a simulated latent are FP8 codes, but the rotated ones are rounded to bf16."""
+    contract = contract_of("latent")
+    plant = next(p for p in plants() if p.operation == "latent" and p.name == fault)
+    refused = 0
+    for one in exported("latent")[1]:
+        if one.dtype is torch.bfloat16 and one.case.rules:
+            truth = truth_of(contract, one.case, contract.default(one.dtype))
+            allowed = tolerance(truth)
+            found = plant.make(contract.classes[truth.accuracy])(*rebuilt(one.case.arguments, torch.clone))
+            assert matched(truth.honest[0], truth.exact[0], allowed), one.case.family
+            refused += not matched(found, truth.exact[0], allowed)
+    assert refused >= 3
 
 
 def matched(found: torch.Tensor, exact: torch.Tensor, allowed: dict) -> bool:
