@@ -140,6 +140,20 @@ def tensors(value) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
+def outcome(contract: Contract, returned, arguments) -> list[torch.Tensor | None]:
+    """The results of one call in the order of the contract's outputs; None for one that is missing.
+
+    What is written in place is read where it was written, whether it is returned too or not."""
+    given: list[torch.Tensor | None] = [*tensors(returned)]
+    places = [o.argument for o in contract.outputs]
+    if all(place is None for place in places):
+        return given
+    if len(given) != len(places):
+        rest = iter(given)
+        given = [next(rest, None) if place is None else None for place in places]
+    return [t if place is None else next(tensors(arguments[place])) for t, place in zip(given, places)]
+
+
 def rebuilt(value, change: Callable[[torch.Tensor], torch.Tensor]):
     """The same structure with `change` applied to each of its tensors."""
     if isinstance(value, torch.Tensor):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, rebuilt, tensors
+from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, outcome, rebuilt, tensors
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
 NARROW, WIDE, ROUNDED = 4.0, 16.0, 2.0**-12  # factors, and the d₀ from which a rounding to 16 bits decides
@@ -64,6 +64,8 @@ class Truth:
         return tuple(r.gather(-1, order) if r.shape == order.shape else r for r in results)
 
     def _one(self, output: Output, found, exact, honest) -> Judgement:
+        if found is None:
+            return Judgement(float("inf"), "results", f"{output.name} is not returned")
         if found.shape != exact.shape or found.dtype is not honest.dtype:
             got, want = (f"{str(t.dtype)[6:]} {list(t.shape)}" for t in (found, honest))
             return Judgement(float("inf"), "shape and dtype", f"{output.name}: {got}, expected {want}")
@@ -233,12 +235,8 @@ def truth_of(contract: Contract, case: Case, accuracy: str) -> Truth:
     own = lambda: rebuilt(case.arguments, torch.clone)
     exact = listed(contract.exact(*own()))
     arguments = own()
-    returned = listed(contract.classes[accuracy](*arguments))
-    rest, complete = iter(returned), len(returned) == len(contract.outputs)
-    honest = tuple(
-        _typed(next(rest) if complete or o.argument is None else listed(arguments[o.argument])[0], o)
-        for o in contract.outputs
-    )
+    found = outcome(contract, contract.classes[accuracy](*arguments), arguments)
+    honest = tuple(_typed(t, o) for t, o in zip(found, contract.outputs, strict=True))
     return Truth(contract, case, accuracy, exact, honest)
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from dsv4.kernels.contract import rebuilt, tensors
-from dsv4.probes.kernel_audit.acceptance import Truth, listed
+from dsv4.kernels.contract import outcome, rebuilt
+from dsv4.probes.kernel_audit.acceptance import Truth
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.subject import reference_of
 
@@ -38,11 +38,8 @@ def _distance(plant, truth: Truth, results: list[torch.Tensor]) -> float | None:
         returned = plant.make(reference_of(plant.operation))(*arguments)
     except Exception:  # a plant that fails on a case does not explain it
         return None
-    places = [o.argument for o in truth.contract.outputs]
-    made = listed(returned) if len(listed(returned)) == len(places) else ()
-    if not made and all(p is not None for p in places):
-        made = tuple(next(tensors(arguments[p])) for p in places)
-    if len(made) != len(results) or any(m.shape != r.shape for m, r in zip(made, results)):
+    made = tuple(outcome(truth.contract, returned, arguments))
+    if len(made) != len(results) or any(m is None or m.shape != r.shape for m, r in zip(made, results)):
         return None
     if all(_equal(m, e.to(m.dtype)) for m, e in zip(made, truth.exact)):
         return None  # the plant changes nothing here

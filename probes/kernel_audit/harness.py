@@ -91,8 +91,15 @@ class Harness:
         return first if self.bits(fresh(), templates) == first else None
 
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
-        """Returned tensors and those that were written in place, in the order of the contract's outputs."""
-        return in_order(self.contract, returned, arguments, self.spec.out_arguments)
+        """Returned tensors and those that were written in place, in the order of the contract's outputs. Raises
+        SubjectFailed where an argument that is overwritten and returned is returned as another tensor."""
+        found = in_order(self.contract, returned, arguments, self.spec.without_state)
+        for output, t in zip(self.contract.outputs, () if self.spec.without_state else found):
+            place = output.argument
+            if place is not None and next(tensors(arguments[place])).data_ptr() != t.data_ptr():
+                name = self.contract.arguments[place].name
+                raise SubjectFailed(f"{name} is returned as another tensor; expected the argument, overwritten")
+        return found
 
 
 def in_order(contract: Contract, returned, arguments, out_arguments: bool = False) -> list[torch.Tensor]:

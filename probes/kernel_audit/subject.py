@@ -32,6 +32,11 @@ class SubjectSpec:
     plant: str = ""
 
     @property
+    def without_state(self) -> bool:
+        """Whether all results are new tensors, those too that the contract writes in place: a Solution has no state."""
+        return self.out_arguments or self.kernel.endswith(".json")
+
+    @property
     def title(self) -> str:
         return f"{self.kernel} with {self.plant!r}" if self.plant else self.kernel
 

@@ -5,13 +5,15 @@ import sys
 import pytest
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, rebuilt
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, outcome, rebuilt
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.drawing import Draw
+from dsv4.kernels.rope.reference import rotate
 from dsv4.kernels.widths import SMALL
 from dsv4.probes.kernel_audit.acceptance import listed, truth_of
 from dsv4.probes.kernel_audit.clauses import gate
 from dsv4.probes.kernel_audit.diagnosis import explained
+from dsv4.probes.kernel_audit.errors import SubjectFailed
 from dsv4.probes.kernel_audit.harness import Harness
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.scene import Scene
@@ -34,6 +36,14 @@ TWICE = Contract(
     (Output("y", ("rows", "d"), "activation", "2x"),),
     *(lambda x: x.double() * 2, {"fp32": twice}, cases, lambda x: Work(0, 0, "")),
 )
+
+
+def leaves_x(x, cis):
+    return rotate(x.clone(), cis)
+
+
+def returns_zeros(x, cis):
+    return torch.zeros_like(rotate(x, cis))
 
 
 class Here:
@@ -85,3 +95,25 @@ def test_a_sound_kernel_and_an_unknown_fault_look_like_nothing():
     noise = lambda honest: lambda *a: honest(*a) + 0.25 * torch.randn_like(a[0])
     wrong = wrong_results("sparse_attention", noise)
     assert len(wrong) == 4 and explained(wrong) == []
+
+
+@pytest.mark.parametrize("function", ["leaves_x", "returns_zeros"])
+def test_an_argument_that_is_overwritten_is_what_must_be_returned(function, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rotations_for_a_test", sys.modules[__name__])
+    harness = Harness(SubjectSpec("rotate", f"rotations_for_a_test:{function}"))
+    case = next(iter(contract_of("rotate").cases(SMALL, Draw(1))))
+    with pytest.raises(SubjectFailed, match="x is returned as another tensor; expected the argument, overwritten"):
+        harness.call(harness.place(case.arguments))
+
+
+def test_what_is_written_in_place_counts_and_what_is_missing_is_wrong():
+    contract = contract_of("rotate")
+    case = next(iter(contract.cases(SMALL, Draw(1))))
+    truth = truth_of(contract, case, "fp32")
+    of = lambda function, x: truth.judge(outcome(contract, function(x, case.arguments[1]), (x,))).ratio
+    assert of(rotate, case.arguments[0].clone()) <= 1
+    assert of(leaves_x, case.arguments[0].clone()) > 100
+    rows = contract_of("rotary_rows")
+    case = next(iter(rows.cases(SMALL, Draw(1))))
+    judged = truth_of(rows, case, "fp32").judge(outcome(rows, None, case.arguments))
+    assert judged.ratio == float("inf") and judged.place == "q is not returned"

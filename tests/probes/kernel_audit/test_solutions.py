@@ -15,6 +15,7 @@ from dsv4.kernels.widths import SMALL
 from dsv4.probes.kernel_audit.acceptance import truth_of
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.errors import KernelAuditError, SubjectFailed
+from dsv4.probes.kernel_audit.harness import Harness
 from dsv4.probes.kernel_audit.solutions import describe, load_solution, takes
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.trace.dataset import solution_of
@@ -230,6 +231,17 @@ def test_a_solution_in_cpp(solution):
     with pytest.raises(KernelAuditError, match="does not compile: .*error: #error nothing"):
         norm(solution("#error nothing\n", **spec))
     assert right(norm(solution(CPP, **spec)))
+
+
+def test_a_solution_returns_what_a_contract_writes_in_place(solution):
+    """The schema has no state: the result is a new tensor, and the argument stays as it is."""
+    one = next(iter(Exporter(contract_of("rotate"), SMALL).cases()))
+    file = solution("", document=solution_of(one, "fib"))
+    harness = Harness(SubjectSpec("rotate", file))
+    placed = harness.place(one.case.arguments)
+    (found,) = harness.call(placed)
+    assert truth_of(contract_of("rotate"), one.case, "fp32").judge([found]).ratio <= 1
+    assert torch.equal(placed[0], one.case.arguments[0])
 
 
 def test_a_solution_is_audited(solution):
