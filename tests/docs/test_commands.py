@@ -136,6 +136,7 @@ def test_every_file_that_is_named_is_there(path):
 
 
 def test_sizes_of_the_published_configurations(command_line):
+    """3 s and more: three plans list every tensor of models with 284B and 1.6T parameters."""
     page = (ROOT / "docs" / "run.md").read_text()
     rows = re.findall(r"^\| `dsv4 (plan [^`]+)` \| ([\d,]+) B [^|]*\| ([\d,]+) B [^|]*\|", page, re.M)
     assert len(rows) == 3

@@ -73,14 +73,17 @@ def test_a_dump_is_bisected_but_not_confirmed(official, tmp_path, point):
 
 @pytest.mark.few(kind=["ours"])
 @pytest.mark.parametrize("kind", ["transformers", "ours", "dump"])
-def test_other_references(official, tmp_path, kind):
-    """transformers, this project's model or a dump instead of the oracle: sound ones agree, and a fault is found."""
-    reference = TransformersSubject(official) if kind == "transformers" else OurSubject(official)
+def test_other_references(brief_official, tmp_path, kind):
+    """transformers, this project's model or a dump instead of the oracle: sound ones agree, and a fault is found.
+
+    Up to 6 s: a sound model and a faulty one are bisected, and transformers is imported first.
+    """
+    reference = TransformersSubject(brief_official) if kind == "transformers" else OurSubject(brief_official)
     if kind == "dump":
         file, _ = record(reference, tokens(reference, T, 0), list(POINTS), tmp_path / "run.safetensors")
-        reference = DumpSubject(file, official)
-    _clean(bisected(OurSubject(official), reference))
-    broken = OurSubject(official)
+        reference = DumpSubject(file, brief_official)
+    _clean(bisected(OurSubject(brief_official), reference))
+    broken = OurSubject(brief_official)
     kv_norm(broken.model.layers)
     _, verdict = bisected(broken, reference)
     assert (verdict.first.layer, verdict.first.point) == (2, "kv_window")

@@ -35,6 +35,7 @@ def subject(brief_official):
     ],
 )
 def test_green_on_our_model(subject, monkeypatch, probe, rewound):
+    """Up to 5 s: each schedule, and each place to rewind to, is a run of the whole model."""
     monkeypatch.setattr("dsv4.probes.rollback.PLACES", rewound)
     checks, _ = execute(probe, subject)
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]

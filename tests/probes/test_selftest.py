@@ -353,7 +353,9 @@ def test_what_cannot_run_ends_with_2(monkeypatch, capsys, arguments):
 @pytest.mark.few(given=["3,5,7"])
 @pytest.mark.parametrize("given, names", [(None, {"0", "1"}), ("3,5,7", {"3", "5"})])
 def test_processes_are_shared_out_to_the_gpus_that_are_seen(monkeypatch, tmp_path, given, names):
-    """Without a GPU: what each process is told, before anything calls CUDA."""
+    """Without a GPU: what each process is told, before anything calls CUDA.
+
+    5 s: the server that processes are forked from imports torch first."""
     monkeypatch.setattr(selftest.torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if given:

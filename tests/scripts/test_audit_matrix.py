@@ -28,6 +28,7 @@ def run(monkeypatch, tmp_path):
 
 
 def test_what_cannot_run_and_what_does_not_end_is_red(run):
+    """4 s and more: a row is an audit in a process of its own, which imports torch before it can refuse anything."""
     code, [row], text = run(settings=(("fp32", "fp8", "auto"),))
     assert (
         code == 1 and row["exit"] == 2 and "error:" in row["red"][0] and "**0 of 1 clean**" in text and "## Red" in text
