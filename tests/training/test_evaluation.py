@@ -144,7 +144,7 @@ def test_text_rows():
 def test_losses_do_not_depend_on_batches(model):
     """Rows run in one piece and in several, and against the logits of the model's forward."""
     quiet = lambda text: None
-    found = evaluation.losses(model, Text, [60], Limits(256, 32, 2, 180), quiet)
+    found = evaluation.losses(model, Text, [60], Limits(120, 32, 2, 180), quiet)
     other = evaluation.losses(model, Text, [60], Limits(60, 7, 1, 180), quiet)
     assert [f.value for f in found] == pytest.approx([f.value for f in other], abs=1e-5) and found[0].count == 180
     ids = text_rows(Text.streams["prose"], 61, 3)
