@@ -113,7 +113,7 @@ def norm_eps_of_another_model(site: Site) -> None:
 def a_stated_option_that_nothing_obeys(site: Site) -> None:
     """config.json says norm_topk_prob false; the key is read, not obeyed, and not refused."""
     stated(site, norm_topk_prob=False)
-    site.patch(configuration.Reader, "expect", lambda reader, key, wanted: reader.optional(key, wanted))
+    site.patch(configuration.Reader, "expect", lambda reader, key, wanted, why="": reader.optional(key, wanted))
 
 
 @mutation("1.1", bugs=(147,), parts=("index_topk",), probes=("config_ledger",))
