@@ -64,8 +64,6 @@ class Truth:
         return tuple(r.gather(-1, order) if r.shape == order.shape else r for r in results)
 
     def _one(self, output: Output, found, exact, honest) -> Judgement:
-        if found is None:
-            return Judgement(float("inf"), "results", f"{output.name} is not returned")
         if found.shape != exact.shape or found.dtype is not honest.dtype:
             got, want = (f"{str(t.dtype)[6:]} {list(t.shape)}" for t in (found, honest))
             return Judgement(float("inf"), "shape and dtype", f"{output.name}: {got}, expected {want}")
