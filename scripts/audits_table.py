@@ -154,16 +154,28 @@ def history(commit: str, measures: list[str]) -> tuple[str, str] | None:
 def rows(before: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """Entry → the cells of its row. before: rows of the table as it stands, for cells that need history."""
     entries = index()
-    found = {key: [f for f in files() if entry_of(f, entries) == key] for key in entries}
-    return {key: _row(key, entries[key], held, before) for key, held in sorted(found.items())}
+    found: dict[str, list[Path]] = {key: [] for key in entries}
+    for file in files():
+        owner = entry_of(file, entries)
+        if owner is not None:
+            found[owner].append(file)
+    times: dict[tuple, tuple[str, str] | None] = {}  # many files share a commit and what they measure
+    for key, held in found.items():
+        if held:
+            about = header(_first(held)).commit, tuple(entries[key]["measures"])
+            times[about] = times[about] if about in times else history(about[0], list(about[1]))
+    return {key: _row(key, entries[key], held, before, times) for key, held in sorted(found.items())}
 
 
-def _row(key: str, entry: dict, held: list[Path], before: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def _first(held: list[Path]) -> Path:
+    return next((f for f in held if f.suffix == ".json"), held[0])
+
+
+def _row(key: str, entry: dict, held: list[Path], before: dict[str, tuple[str, ...]], times: dict) -> tuple[str, ...]:
     if not held:
         raise Unmarked(f"audits/index.json has {key}, and no file begins so")
-    first = next((f for f in held if f.suffix == ".json"), held[0])
-    about = header(first)
-    known = history(about.commit, entry["measures"])
+    about = header(_first(held))
+    known = times[about.commit, tuple(entry["measures"])]
     day, older = known or before.get(key, ("unknown", "unknown"))[-HISTORY:]
     base = Path(key).parent
     links = ", ".join(f"[{f.name.removeprefix(Path(key).name)}]({f.relative_to(AUDITS).as_posix()})" for f in held)
