@@ -102,7 +102,8 @@ def audit_kernel(
     """
     contract, start = contract_of(spec.operation), time.monotonic()
     spec, takes, prepared = _adapted(spec, takes)
-    audit = KernelAudit(spec, contract, shapes, spec.accuracy or "default", seed)
+    classes = dict.fromkeys(contract.default(dtype) for dtype in dtypes or contract.dtypes)
+    audit = KernelAudit(spec, contract, shapes, spec.accuracy or " or ".join(classes), seed)
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
     audit.repeats, audit.waivers = repeats, tuple(waivers)
     found: list[Check] = []

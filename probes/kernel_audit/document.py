@@ -82,7 +82,7 @@ def clauses(audit: KernelAudit) -> list[dict]:
 
 
 def headline(found: dict) -> str:
-    """'FAIL sparse_attention · mine.py:f · small shapes · cpu · accuracy default: gate, poison'."""
+    """'FAIL sparse_attention · mine.py:f · small shapes · cpu · accuracy fp32: gate, poison'."""
     caught = [row["clause"] for row in found["clauses"] if row["findings"]]
     parts = [f"{found['verdict']} {found['operation']}", found["kernel"], f"{found['shapes']} shapes"]
     parts += [found["about"]["device"], f"accuracy {found['accuracy']}"]
