@@ -4,7 +4,7 @@ Each folder of `kernels/` has a `contract.py` with one `Contract` an operation; 
 definitions that are exported, the audit of anybody's kernel, the tests and the floors are made from it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +152,15 @@ def outcome(contract: Contract, returned, arguments) -> list[torch.Tensor | None
         rest = iter(given)
         given = [next(rest, None) if place is None else None for place in places]
     return [t if place is None else next(tensors(arguments[place])) for t, place in zip(given, places)]
+
+
+def ordered(results: Sequence, rules: Iterable[str]) -> list:
+    """Results of which sets of indices are in ascending order, and what belongs to the indices with them."""
+    sets = [r for r, rule in zip(results, rules) if rule == SET and r is not None]
+    if not sets:
+        return list(results)
+    order = sets[0].sort(dim=-1, stable=True).indices
+    return [r.gather(-1, order) if r is not None and r.shape == order.shape else r for r in results]
 
 
 def rebuilt(value, change: Callable[[torch.Tensor], torch.Tensor]):

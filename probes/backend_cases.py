@@ -13,6 +13,7 @@ from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.experts.drawn import FORMS, Stacks, matrices
 from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
+from dsv4.kernels.fusions.entries_contract import OVERLAP
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.kernels.linear import drawn
 from dsv4.kernels.staging import fetch, items_of, new_table, paired
@@ -21,7 +22,6 @@ from dsv4.kernels.widths import Widths
 TOKENS = (1, 2, 9)  # implementations choose their way by such counts
 SLOTS = 384  # of a cache of a GQA model: three blocks of 128
 BLOCK, STAGED = 16, 7  # tokens of a staged item, and slots beside the tail
-OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
 PLAIN_AND_SIMULATED = ("", False, "sums"), ("simulated", True, "codes")
 
 

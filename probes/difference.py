@@ -12,7 +12,7 @@ from datetime import date
 from dsv4.probes.formats import json_report, words
 from dsv4.probes.formats.markdown import escape, table
 from dsv4.probes.result import Status
-from dsv4.probes.waivers import Waiver, parse_waiver
+from dsv4.probes.waivers import Waiver, sorted_out
 
 BROKEN = (Status.FAIL, Status.ERROR)
 EVIDENCE = (Status.PASS, Status.WARN, Status.FAIL)  # an ERROR measured nothing
@@ -73,10 +73,8 @@ def difference(old: dict, new: dict, waivers: list[dict], today: date) -> Differ
     the day that it names. Raises InputError for what is no report and for a malformed waiver.
     """
     before, after = _checks(json_report.valid(old, "the old report")), _checks(json_report.valid(new, "the new report"))
-    parsed = [parse_waiver(waiver, i) for i, waiver in enumerate(waivers, 1)]
     result = Difference(context=_context(old["provenance"], new["provenance"]))
-    result.expired = [w for w in parsed if w.expires < today]
-    holding = [w for w in parsed if w.expires >= today]
+    holding, result.expired = sorted_out(waivers, today)
     proved = {key[0] for key, check in after.items() if Status(check["status"]) in EVIDENCE}
     counts = {key[:2] for key, check in after.items() if Status(check["status"]) in EVIDENCE}
     for key in sorted(before.keys() | after.keys()):
@@ -122,11 +120,8 @@ def _sort_in(result: Difference, change: Change, proved: set[str], waivers: list
     if kind is None:
         result.unchanged += 1
         return
-    waiver = (
-        next((w for w in waivers if w.covers(change.probe, change.name, change.where)), None)
-        if kind in ("regressions", "vanished")
-        else None
-    )
+    covering = (w for w in waivers if w.covers(change.probe, change.name, change.where))
+    waiver = next(covering, None) if kind in ("regressions", "vanished") else None
     if waiver is not None:
         result.waived.append((change, waiver))
     else:

@@ -1,6 +1,7 @@
 """Waivers: findings that are accepted for a reason and until a date, from a JSON file."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, datetime
 from fnmatch import fnmatchcase
@@ -38,10 +39,18 @@ def load_waivers(file: Path | None) -> list[dict]:
     return value
 
 
-def waivers_of(file: Path | None, today: date) -> tuple[list[Waiver], list[Waiver]]:
-    """(waivers of a file that hold, those that have expired). Raises InputError."""
-    found = [parse_waiver(waiver, i) for i, waiver in enumerate(load_waivers(file), 1)]
+def sorted_out(entries: list[dict], today: date) -> tuple[list[Waiver], list[Waiver]]:
+    """(waivers that hold, those that have expired). Raises InputError."""
+    found = [parse_waiver(waiver, i) for i, waiver in enumerate(entries, 1)]
     return [w for w in found if w.expires >= today], [w for w in found if w.expires < today]
+
+
+def holding(file: Path | None, said: Callable[[str], None]) -> tuple[Waiver, ...]:
+    """Waivers of a file that hold today. said: told those that have expired. Raises InputError."""
+    found, expired = sorted_out(load_waivers(file), date.today())
+    for waiver in expired:
+        said(f"a waiver of {waiver.probe} expired on {waiver.expires}: {waiver.name}; {waiver.where}")
+    return tuple(found)
 
 
 def parse_waiver(waiver: dict, number: int) -> Waiver:

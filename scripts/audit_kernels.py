@@ -15,7 +15,6 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from datetime import date as day
 from pathlib import Path
 
 import torch
@@ -31,17 +30,12 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.provenance import called, command_line, date, device
 from dsv4.probes.report import write_files
-from dsv4.probes.waivers import waivers_of
+from dsv4.probes.waivers import holding
 from scripts import kernel_table
-from scripts.kernel_table import FOUND, OURS
+from scripts.kernel_table import OURS
 
 
-def waivers(arguments) -> tuple:
-    """Waivers that hold today."""
-    return tuple(waivers_of(arguments.waivers, day.today())[0])
-
-
-def audited(operation: str, kernel: str, arguments) -> str | None:
+def audited(operation: str, kernel: str, arguments, waivers: tuple) -> str | None:
     """Verdict of the clauses that a benchmark needs by an earlier report; None where there is no such report."""
     file = Path(arguments.audited or ".") / operation / kernel / arguments.place / "audit.json"
     if not arguments.audited or not file.is_file():
@@ -51,10 +45,8 @@ def audited(operation: str, kernel: str, arguments) -> str | None:
     rows = [r for r in report["clauses"] if r["clause"] in NEEDED]
     if not same or not all(r["checks"] for r in rows):
         return None
-    bad = [c for c in report["checks"] if c.get("part") in NEEDED and c["status"].upper() in FOUND]
-    bad = [c for c in bad if c["name"] != "not run"]
-    covered = lambda c: any(w.covers(c["part"], c["name"], c.get("where", "")) for w in waivers(arguments))
-    waived = [c for c in bad if covered(c)]
+    bad = [c for c in kernel_table.failed(report) if c.get("part") in NEEDED]
+    waived = [c for c in bad if any(w.covers(c["part"], c["name"], c.get("where", "")) for w in waivers)]
     found = sum(r["findings"] for r in rows) - len(waived)
     vacuous = any(r["vacuous"] for r in rows)
     return "FAIL" if found else "VACUOUS" if vacuous else "PASS, limited" if waived else "PASS"
@@ -122,8 +114,9 @@ def bench_one(operation: str, arguments) -> str:
         if len(kernels) == 1 and not (arguments.kernel and OURS in arguments.kernel):
             return "\n".join((*missing, f"NOT RUN {operation}: no other kernel is here"))
         about = operation, kernels, arguments.shapes, arguments.device, arguments.seed, arguments.replays
-        known = {k: v for k in kernels if (v := audited(operation, k, arguments)) is not None}
-        rows, found, verdicts = bench_kernels(*about, waivers=waivers(arguments), verdicts=known)
+        waivers = holding(arguments.waivers, print)
+        known = {k: v for k in kernels if (v := audited(operation, k, arguments, waivers)) is not None}
+        rows, found, verdicts = bench_kernels(*about, waivers=waivers, verdicts=known)
     except KernelAuditError as error:
         return f"NOT RUN {operation}: {error}"
     except Exception as error:  # a fault of one benchmark must not end the others

@@ -18,7 +18,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -159,23 +161,17 @@ def rows(before: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         owner = entry_of(file, entries)
         if owner is not None:
             found[owner].append(file)
-    times: dict[tuple, tuple[str, str] | None] = {}  # many files share a commit and what they measure
-    for key, held in found.items():
-        if held:
-            about = header(_first(held)).commit, tuple(entries[key]["measures"])
-            times[about] = times[about] if about in times else history(about[0], list(about[1]))
-    return {key: _row(key, entries[key], held, before, times) for key, held in sorted(found.items())}
+    since = cache(lambda commit, *measures: history(commit, list(measures)))  # many files share both
+    return {key: _row(key, entries[key], held, before, since) for key, held in sorted(found.items())}
 
 
-def _first(held: list[Path]) -> Path:
-    return next((f for f in held if f.suffix == ".json"), held[0])
-
-
-def _row(key: str, entry: dict, held: list[Path], before: dict[str, tuple[str, ...]], times: dict) -> tuple[str, ...]:
+def _row(
+    key: str, entry: dict, held: list[Path], before: dict[str, tuple[str, ...]], since: Callable
+) -> tuple[str, ...]:
     if not held:
         raise Unmarked(f"audits/index.json has {key}, and no file begins so")
-    about = header(_first(held))
-    known = times[about.commit, tuple(entry["measures"])]
+    about = header(next((f for f in held if f.suffix == ".json"), held[0]))
+    known = since(about.commit, *entry["measures"])
     day, older = known or before.get(key, ("unknown", "unknown"))[-HISTORY:]
     base = Path(key).parent
     links = ", ".join(f"[{f.name.removeprefix(Path(key).name)}]({f.relative_to(AUDITS).as_posix()})" for f in held)

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from dsv4.kernels.contracts import FOLDERS
@@ -46,6 +47,11 @@ def thinned(report: dict) -> dict:
     return report | kept | {"thinned": THINNED, "skipped_cases": len(report["skipped"])}
 
 
+def failed(report: dict) -> list[dict]:
+    """Its checks that are findings."""
+    return [c for c in report["checks"] if c["status"].upper() in FOUND and c["name"] != "not run"]
+
+
 def text(report: dict) -> str:
     """A thinned report: one line an entry."""
     lines = [f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in report.items()]
@@ -73,8 +79,7 @@ def worst(report: dict) -> str:
 
 def findings(report: dict) -> str:
     """Different findings in words, the first few with where they lie."""
-    bad = [c for c in report["checks"] if c["status"].upper() in FOUND and c["name"] != "not run"]
-    first = {(c.get("part", ""), c["name"]): c for c in reversed(bad)}
+    first = {(c.get("part", ""), c["name"]): c for c in reversed(failed(report))}
     lines = [f"{part}: {name}; {check.get('where', '')}"[:LONGEST] for (part, name), check in reversed(first.items())]
     more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
     count = report.get("skipped_cases", len(report["skipped"]))
@@ -113,22 +118,25 @@ def table(reports: list[dict]) -> str:
         (r for r in reports if "clauses" in r), key=lambda r: (r["operation"], r["kernel"] != OURS, r["kernel"])
     )
     speed = speeds(benches)
+    return lined(COLUMNS, (row_of(r, about, speed) for r in audits))
+
+
+def lined(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in markdown."""
     line = lambda cells: f"| {' | '.join(map(cell, cells))} |"
-    lines = [line(COLUMNS), "|" + "---|" * len(COLUMNS), *(line(row_of(r, about, speed)) for r in audits)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([line(columns), "|" + "---|" * len(columns), *map(line, rows)]) + "\n"
 
 
 def in_short(report: dict) -> str:
     """'gate: deep below zero, whole logits; layout: q with 4 bytes off' of a report's findings."""
     found: dict[str, dict[str, None]] = {}
-    for check in report["checks"]:
-        if check["status"].upper() in FOUND and check["name"] != "not run":
-            what = check.get("where", "").split(",")[0]
-            if check.get("part") == "layout":
-                what = check["name"].removeprefix("the result is right with ").replace("laid out ", "")
-            elif check.get("part") in ("addresses", "processors"):
-                what = check["name"]
-            found.setdefault(check.get("part", ""), {})[what] = None
+    for check in failed(report):
+        what, part = check.get("where", "").split(",")[0], check.get("part", "")
+        if part == "layout":
+            what = check["name"].removeprefix("the result is right with ").replace("laid out ", "")
+        elif part in ("addresses", "processors"):
+            what = check["name"]
+        found.setdefault(part, {})[what] = None
     return "; ".join(f"{part}: {', '.join(list(whats)[:MOST])}" for part, whats in found.items())
 
 
@@ -150,9 +158,7 @@ def short_table(reports: list[dict]) -> str:
     audits = [r for r in reports if "clauses" in r and r["kernel"] != OURS]
     audits.sort(key=lambda r: (r["operation"], r["kernel"]))
     about, speed = about_kernels(), speeds([r for r in reports if "rows" in r])
-    line = lambda cells: f"| {' | '.join(map(cell, cells))} |"
-    rows = [line(short_row(r, about, speed)) for r in audits]
-    return "\n".join([line(SHORT), "|" + "---|" * len(SHORT), *rows]) + "\n"
+    return lined(SHORT, (short_row(r, about, speed) for r in audits))
 
 
 def put_into(page: Path, text: str) -> None:

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     """Heads × keys that a program multiplies at a time; the cost of a program (`start`) and of each tile on an H100, in
     µs.
 
-    The costs choose between tiles and numbers of splits. `wide` tiles use wgmma or tcgen05.
+    The costs choose between tiles and numbers of splits. Tiles of 64 heads use wgmma or tcgen05.
     """
 
     heads: int
@@ -45,7 +45,6 @@ class Tile(NamedTuple):
     stages: int
     start: float
     each: float
-    wide: bool = False
     unchain: bool = False  # see `add_tile`
     copied: bool = False  # by `hopper.attend`
 
@@ -295,10 +294,10 @@ def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, i
     match capability[0]:
         case 9 if copied:
             start, each = (4.1, 3.6) if packed else (5.2, 2.5)
-            return [narrow, Tile(64, 64, 8, 2, start, each, wide=True, copied=True)]
+            return [narrow, Tile(64, 64, 8, 2, start, each, copied=True)]
         case 9:
             start, each = (5.5, 5.0) if packed else (6.0, 3.5)
-            return [narrow, Tile(64, 64, 8, 2, start, each, wide=True, unchain=True)]
+            return [narrow, Tile(64, 64, 8, 2, start, each, unchain=True)]
         case 10:  # not measured
-            return [narrow, Tile(64, 32, 8, 2, 5.0, 1.5, wide=True)]
+            return [narrow, Tile(64, 32, 8, 2, 5.0, 1.5)]
     return [narrow]

@@ -110,8 +110,8 @@ def select_entries(op, q, weights, keys, visible, k: int) -> torch.Tensor:
 def project_heads(op, o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int) -> torch.Tensor:
     """Output heads o [N, H, D], rotated by cis complex64 [N, d/2] (the inverse rotation), through the grouped
     projection w [G·R, H·D/G] → [N, G·R]. May overwrite o."""
-    N, H, D = o.shape
-    return op.grouped_linear(op.rotate(o, cis.unsqueeze(1)).reshape(N, groups, H * D // groups), w).flatten(1)
+    heads = op.rotate(o, cis.unsqueeze(1)).flatten(1).unflatten(1, (groups, -1))
+    return op.grouped_linear(heads, w).flatten(1)
 
 
 def mhc_pre_norm(op, streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float):

@@ -95,7 +95,7 @@ def pool_entries(pool, slots, overlap: int, dtype, weight, eps: float, cis, simu
 
 def project_heads(o, cis, w, groups: int) -> torch.Tensor:
     """Group by group: its heads, side by side, times its rows of the weight."""
-    heads = rotate(o, cis.unsqueeze(1)).reshape(o.shape[0], groups, o.shape[1] * o.shape[2] // groups)
+    heads = rotate(o, cis.unsqueeze(1)).flatten(1).unflatten(1, (groups, -1))
     rows = doubles(w).view(groups, -1, heads.shape[-1])
     return torch.cat([heads[:, g] @ rows[g].T for g in range(groups)], 1)
 

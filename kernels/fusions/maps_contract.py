@@ -107,9 +107,7 @@ LINEARS = Contract(
 
 def fp8_heads(o, cis, w, groups: int) -> torch.Tensor:
     """An honest kernel that quantises the rotated heads to FP8 in blocks of 128 columns."""
-    turned = (
-        exact.rotate(o, cis.unsqueeze(1)).to(o.dtype).reshape(o.shape[0], groups, o.shape[1] * o.shape[2] // groups)
-    )
+    turned = exact.rotate(o, cis.unsqueeze(1)).to(o.dtype).flatten(1).unflatten(1, (groups, -1))
     coded = simulate_fp8_blocks(turned, FP8_ACTIVATIONS).float()
     rows = doubles(w).float().view(groups, -1, coded.shape[-1])
     return torch.einsum("ngk,grk->ngr", coded, rows).flatten(1).to(o.dtype)

@@ -6,9 +6,9 @@ from dsv4.kernels.attention.contract import unseen
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK
 from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work, doubles
+from dsv4.kernels.honest import fp8_sums
 from dsv4.kernels.indexer import reference
 
-FP8_STEP, FP8_BITS = 32, 14
 FAMILIES = ("random", "coded", "pointed", "integers", "at the edge of ReLU")
 
 
@@ -32,17 +32,11 @@ def rounded_scores(q, weights, keys, visible) -> torch.Tensor:
 
 
 def fp8_scores(q, weights, keys, visible) -> torch.Tensor:
-    """An honest kernel on FP8 tensor cores of Hopper: products are added in steps of 32 columns, each summand cut to 14
-    bits below the largest of its step (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); weights and heads in fp32."""
+    """An honest kernel on FP8 tensor cores of Hopper; weights and heads in fp32."""
     keys = doubles(keys)
     total = torch.zeros(*q.shape[:2], keys.shape[1])
     for h in range(q.shape[2]):
-        acc = torch.zeros(*total.shape, 1, dtype=torch.float64)
-        for a, b in zip(q[:, :, h].double().split(FP8_STEP, -1), keys.split(FP8_STEP, -1)):
-            terms = torch.cat((acc, a.unsqueeze(2) * b.unsqueeze(1)), -1)
-            unit = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent.double() - FP8_BITS)
-            acc = ((terms / unit).trunc() * unit).sum(-1, keepdim=True)
-        total += weights[:, :, h, None] * acc.squeeze(-1).float().relu()
+        total += weights[:, :, h, None] * fp8_sums(q[:, :, h], keys).relu()
     return total.masked_fill(torch.arange(keys.shape[1]) >= visible.unsqueeze(-1), float("-inf"))
 
 

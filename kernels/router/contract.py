@@ -38,9 +38,14 @@ def exact_hashed(x, weight, table, ids, factor: float):
     return indices, weighed(exact_scores(x, weight), indices, factor)
 
 
+def wide_scores(x, weight) -> torch.Tensor:
+    """Scores in fp64 of logits in fp32."""
+    return F.softplus(tensor_core_sums(x, weight).double()).sqrt()
+
+
 def scored_fp64(x, weight, bias, topk: int, factor: float):
     """An honest kernel: logits in fp32, scores and their sum in fp64."""
-    scores = F.softplus(tensor_core_sums(x, weight).double()).sqrt()
+    scores = wide_scores(x, weight)
     indices = torch.topk(scores.float() + bias, topk, dim=-1).indices
     return indices, reference.routing_weights(scores, indices, factor)
 
@@ -48,7 +53,7 @@ def scored_fp64(x, weight, bias, topk: int, factor: float):
 def hashed_fp64(x, weight, table, ids, factor: float):
     """An honest kernel: logits in fp32, scores and their sum in fp64."""
     indices = table.index_select(0, ids)
-    return indices, reference.routing_weights(F.softplus(tensor_core_sums(x, weight).double()).sqrt(), indices, factor)
+    return indices, reference.routing_weights(wide_scores(x, weight), indices, factor)
 
 
 def narrow_scores(x, weight) -> torch.Tensor:

@@ -5,13 +5,14 @@ result's type), d₀ the honest kernel's own relative L2. The worst element of a
 honest kernel's. The factor is 4 where a rounding to 16 bits or less decides d₀, since that hides the order of sums, and
 16 elsewhere. Canaries say whether a case can tell at all: see `canaries`."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, outcome, rebuilt, tensors
+from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, ordered, outcome, rebuilt, tensors
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
 NARROW, WIDE, ROUNDED = 4.0, 16.0, 2.0**-12  # factors, and the d₀ from which a rounding to 16 bits decides
@@ -47,21 +48,14 @@ class Truth:
         there = sum(t is not None for t in found)
         if len(found) != len(self.exact) or there < len(found):
             return Judgement(float("inf"), "results", f"{there} tensors, expected {len(self.exact)}")
-        results = (self._in_order(tuple(r)) for r in (found, self.exact, self.honest))
+        rules = [self.rule(output) for output in self.contract.outputs]
+        results = (ordered(r, rules) if len(r) > 1 else r for r in (found, self.exact, self.honest))
         judged = [self._one(output, *three) for output, *three in zip(self.contract.outputs, *results)]
         return max(judged, key=lambda j: j.ratio)
 
     def rule(self, output: Output) -> str:
         """The rule of an output in this case."""
         return self.case.rules.get(output.name, output.rule)
-
-    def _in_order(self, results: tuple) -> tuple:
-        """Beside a set of indices, outputs of its shape are compared in ascending order of the indices."""
-        sets = [r for r, o in zip(results, self.contract.outputs) if self.rule(o) == SET]
-        if not sets or len(results) == 1:
-            return results
-        order = sets[0].sort(-1).indices
-        return tuple(r.gather(-1, order) if r.shape == order.shape else r for r in results)
 
     def _one(self, output: Output, found, exact, honest) -> Judgement:
         if found.shape != exact.shape or found.dtype is not honest.dtype:
@@ -128,7 +122,7 @@ def _of_nine_in_ten(values: torch.Tensor) -> torch.Tensor:
     """What nine in ten of the values [n] stay below, between two of them in proportion: `quantile(0.9)`, which takes
     longer than all else of a small case."""
     place = 0.9 * (len(values) - 1)
-    low, high = values.sort().values[[int(place), -int(-place // 1)]]
+    low, high = values.sort().values[[math.floor(place), math.ceil(place)]]
     return torch.lerp(low, high, place % 1)
 
 
@@ -151,10 +145,11 @@ def _codes(output: Output, found: torch.Tensor, exact: torch.Tensor, kept: int =
     largest, row = size.amax(-1, keepdim=True), size.amax((-1, -2), keepdim=True)
     fp8 = torch.maximum(0.126 * size, row * 2.0**-9 / 223)  # small FP8 codes may look like FP4
     fp4 = torch.maximum(torch.maximum(0.51 * size, largest / 5.9), fp8)
-    step = torch.where(_of_bits(want, 1), fp4, torch.where(_of_bits(want, 3), fp8, same * largest))
+    of_three = _of_bits(want, 3)
+    step = torch.where(_of_bits(want, 1), fp4, torch.where(of_three, fp8, same * largest))
     beyond = _ratio(far, torch.maximum(step, same * size))
-    wrong = (far > same * size) & _of_bits(want, 3)
-    share = wrong.double().sum().item() / max(1, int(coded(exact, kept).sum()))
+    wrong = (far > same * size) & of_three
+    share = wrong.double().sum().item() / max(1, int(_columns(of_three.expand_as(far), column).sum()))
     worst = beyond.max().item() if beyond.numel() else 0.0
 
     def place(mask: torch.Tensor) -> str:
@@ -183,7 +178,12 @@ def coded(exact: torch.Tensor, kept: int = 0) -> torch.Tensor:
     columns = exact.shape[-1]
     blocks = _in_blocks(exact.double(), columns - kept)
     column = _in_blocks(torch.arange(1, columns + 1), columns - kept).flatten()
-    return _of_bits(blocks, 3).expand_as(blocks).flatten(-2)[..., column > 0]
+    return _columns(_of_bits(blocks, 3).expand_as(blocks), column)
+
+
+def _columns(blocks: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Blocks [..., blocks, 32] as columns again, without the filling, whose `column` is 0."""
+    return blocks.flatten(-2)[..., column > 0]
 
 
 def _bits(output: Output, found, exact) -> Judgement:

@@ -76,13 +76,6 @@ def _failed(checks: list[Check]) -> list[Check]:
     return [c for c in checks if c.status in (Status.FAIL, Status.ERROR) and c.name != "not run"]
 
 
-def told(check: Check) -> str:
-    """One finding as one line."""
-    measured = "" if check.measured is None else f", {check.measured:g} {check.unit}"
-    rest = " ".join(filter(None, (check.note, check.found and f"at {check.found}")))
-    return f"{check.part}: {check.name}; {check.where}{measured}" + (f" ({rest})" if rest else "")
-
-
 def audit_kernel(
     spec: SubjectSpec,
     shapes: str = "small",
@@ -119,9 +112,10 @@ def audit_kernel(
             if scene.late and name != ORDER[0]:  # without the gate there would be no verdict
                 audit.checks.append(not_run(name, f"the budget of {budget:.0f} s was spent"))
                 continue
+            # What one clause leaves behind is not the next one's finding. The import of a public kernel takes as long
+            # as a clause, so that its process stays while nothing was found.
             if spec.convention == "dsv4" or _failed(found):
-                worker.stop()  # what one clause leaves behind is not the next one's finding; a public kernel's import
-                # takes as long as a clause, so that its process stays while nothing was found
+                worker.stop()
             found = list(clause(name)(scene))
             audit.checks += found or [not_run(name, "no case that the gate found right")]
     said("diagnosis")

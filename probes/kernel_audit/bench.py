@@ -1,7 +1,9 @@
 """`dsv4 kernel bench`: kernels of one operation against each other, each right at these shapes before it is timed."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 
 import torch
@@ -105,9 +107,9 @@ def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: i
     why = {s.kernel: _takes(s, case) for s in specs}
     why |= {k: v for k, v in verdicts.items() if not v.startswith("PASS")}
     asked = [s for s in specs if not why.get(s.kernel)]
-    truths: dict[str, Truth] = {}
+    truth = cache(lambda accuracy: truth_of(contract, case, accuracy))
     for spec, found in zip(asked, worker.ask(answers, asked, case.arguments)):
-        why[spec.kernel] = _wrong(contract, case, spec, found, truths)
+        why[spec.kernel] = _wrong(contract, case, spec, found, truth)
     ready = [s for s in asked if not why.get(s.kernel)]
     found = worker.ask(race, ready, case.arguments, replays) if ready else {"empty": None}
     first = next((i for i, s in enumerate(ready) if s.kernel == specs[0].kernel), None)
@@ -121,16 +123,14 @@ def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: i
     return Row(case.label, work.bytes, work.flops, work.formula, floor, found["empty"], times)
 
 
-def _wrong(contract, case: Case, spec: SubjectSpec, found, truths: dict[str, Truth]) -> str | None:
-    """Why a kernel's results on a timed case are not right, None if they are. truths: by accuracy class, as far as they
-    were made."""
+def _wrong(contract, case: Case, spec: SubjectSpec, found, truth: Callable[[str], Truth]) -> str | None:
+    """Why a kernel's results on a timed case are not right, None if they are. truth: of an accuracy class."""
     if isinstance(found, str):
         return found
     accuracy = spec.accuracy or contract.default(
         next(t.dtype for t in tensors(case.arguments) if t.is_floating_point())
     )
-    truths[accuracy] = truths.get(accuracy) or truth_of(contract, case, accuracy)
-    judgement = truths[accuracy].judge(found)
+    judgement = truth(accuracy).judge(found)
     return None if judgement.ratio <= 1 else f"wrong: {judgement.ratio:.3g} × limit at {judgement.place}"
 
 

@@ -36,18 +36,6 @@ Waivers = Annotated[
 ]
 
 
-def _waivers(file: Path | None):
-    """Waivers of a file that hold. Those that have expired are said."""
-    from datetime import date
-
-    from dsv4.probes.waivers import waivers_of
-
-    holding, expired = waivers_of(file, date.today())
-    for waiver in expired:
-        errors.print(f"a waiver of {waiver.probe} expired on {waiver.expires}: {waiver.name}; {waiver.where}")
-    return tuple(holding)
-
-
 @kernel_app.command("audit")
 def audit(
     operation: Operation,
@@ -91,6 +79,7 @@ def audit(
     from dsv4.probes.kernel_audit.subject import SubjectSpec
     from dsv4.probes.provenance import called, command_line, date
     from dsv4.probes.report import write_files
+    from dsv4.probes.waivers import holding
 
     _available(device)
     spec = SubjectSpec(operation, kernel, device, out_arguments, convention, accuracy)
@@ -99,7 +88,7 @@ def audit(
     with _progress(len(only)) as said:
         found = audit_kernel(
             *(spec, shapes, seed, seconds(budget) if budget else float("inf"), None, only, None, repeats, said, limit),
-            waivers=_waivers(waivers),
+            waivers=holding(waivers, errors.print),
         )
     report = document(found, command_line(called(sys.argv)), date(started))
     if out is not None:
@@ -209,12 +198,13 @@ def bench(
     from dsv4.probes.kernel_audit.bench_document import document, lines, markdown
     from dsv4.probes.provenance import called, command_line, date
     from dsv4.probes.report import write_files
+    from dsv4.probes.waivers import holding
 
     _available(device)
     seed, started = random.SystemRandom().randrange(1 << 31) if seed is None else seed, time.time()
     with _progress(2 * len(kernel)) as said:
         about = operation, kernel, shapes, device, seed, replays, said
-        rows, found, verdicts = bench_kernels(*about, waivers=_waivers(waivers))
+        rows, found, verdicts = bench_kernels(*about, waivers=holding(waivers, errors.print))
     about = command_line(called(sys.argv)), date(started), seed, device
     report = document(operation, shapes, rows, found, verdicts, *about)
     if out is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dsv4.probes.kernel_audit.audit import KernelAudit, told
+from dsv4.probes.kernel_audit.audit import KernelAudit
 from dsv4.probes.kernel_audit.plant import CLAUSES
 from dsv4.probes.provenance import commit, device, versions, without_paths
 from dsv4.probes.result import Check, Status
@@ -94,6 +94,13 @@ def likeness(found: dict) -> str:
     """'Its wrong results are those of: the sink is ignored.', or ''."""
     names = found["looks_like"]
     return f"Its wrong results are those of a planted fault: {' or '.join(names[:3])}." if names else ""
+
+
+def told(check: Check) -> str:
+    """One finding as one line."""
+    measured = "" if check.measured is None else f", {check.measured:g} {check.unit}"
+    rest = " ".join(filter(None, (check.note, check.found and f"at {check.found}")))
+    return f"{check.part}: {check.name}; {check.where}{measured}" + (f" ({rest})" if rest else "")
 
 
 def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.kernels.contract import SET, Contract, rebuilt, tensors
+from dsv4.kernels.contract import Contract, ordered, outcome, rebuilt, tensors
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.errors import BackendUnavailable, UnsupportedInput
 from dsv4.probes.kernel_audit.errors import SubjectFailed
@@ -74,11 +74,7 @@ class Harness:
 
     def ordered(self, results: list[torch.Tensor]) -> list[torch.Tensor]:
         """Results of which sets of indices are in ascending order, and what belongs to the indices with them."""
-        sets = [r for r, o in zip(results, self.contract.outputs) if o.rule == SET and r is not None]
-        if not sets:
-            return results
-        order = sets[0].sort(dim=-1, stable=True).indices
-        return [r.gather(-1, order) if r is not None and r.shape == order.shape else r for r in results]
+        return ordered(results, (o.rule for o in self.contract.outputs))
 
     def bits(self, arguments: tuple, templates: Templates | tuple = (), fill: int = 0xFF) -> list[bytes]:
         """Bytes of the ordered results of a call, to be compared."""
@@ -93,8 +89,11 @@ class Harness:
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
         """Returned tensors and those that were written in place, in the order of the contract's outputs. Raises
         SubjectFailed where an argument that is overwritten and returned is returned as another tensor."""
-        found = in_order(self.contract, returned, arguments, self.spec.without_state)
-        for output, t in zip(self.contract.outputs, () if self.spec.without_state else found):
+        given = plain(returned)
+        if self.spec.without_state:
+            return given
+        found = outcome(self.contract, returned, arguments)
+        for output, t in zip(self.contract.outputs, given if len(given) == len(found) else ()):
             place = output.argument
             if place is not None and next(tensors(arguments[place])).data_ptr() != t.data_ptr():
                 name = self.contract.arguments[place].name
@@ -102,19 +101,13 @@ class Harness:
         return found
 
 
-def in_order(contract: Contract, returned, arguments, out_arguments: bool = False) -> list[torch.Tensor]:
-    """Results of a call in the order of the contract's outputs: what it returned, and arguments that it wrote. Raises
-    SubjectFailed for tensors of other classes."""
-    rest = list(tensors(returned))
-    for t in rest:
+def plain(returned) -> list[torch.Tensor]:
+    """Every tensor of what a call returned. Raises SubjectFailed for one of another class."""
+    found = list(tensors(returned))
+    for t in found:
         if type(t) is not torch.Tensor and type(t) is not torch.nn.Parameter:
             raise SubjectFailed(f"a result is a {type(t).__name__}, expected a plain torch.Tensor")
-    places = [o.argument for o in contract.outputs]
-    if out_arguments or all(place is None for place in places):
-        return rest
-    given = iter(rest)
-    whole = len(rest) == len(places)
-    return [next(given, None) if whole or p is None else next(iter(tensors(arguments[p]))) for p in places]
+    return found
 
 
 def taken(function: Callable, contract: Contract, out_arguments: bool) -> int:

@@ -97,9 +97,14 @@ class Scene:
             self.wrong.append((truth, found))
         return check(clause, statement, where, judgement)
 
-    def templates(self, truth: Truth) -> list:
-        """Shapes and dtypes of the results."""
-        return [(tuple(t.shape), t.dtype) for t in truth.honest]
+    def other(self, truth: Truth) -> Truth | None:
+        """The same case of another seed."""
+        return self.others.get(next(i for i, t in enumerate(self.truths) if t is truth))
+
+    def templates(self, truth: Truth, queries: int | None = None) -> list:
+        """Shapes and dtypes of the results, or of those of so many queries."""
+        shape = lambda t: tuple(t.shape) if queries is None else (queries, *t.shape[1:])
+        return [(shape(t), t.dtype) for t in truth.honest]
 
 
 def activation_of(truth: Truth) -> torch.dtype:

@@ -11,7 +11,7 @@ import torch
 
 from dsv4.kernels.contract import tensors
 from dsv4.kernels.contracts import contract_of
-from dsv4.probes.kernel_audit.harness import own, raw
+from dsv4.probes.kernel_audit.harness import placed, raw, taken
 from dsv4.probes.kernel_audit.subject import SubjectSpec, resolve
 from dsv4.timing import Clock, capture, count_kernels
 
@@ -34,17 +34,8 @@ def prepared(spec: SubjectSpec, arguments: tuple):
     function = resolve(spec)
     if hasattr(function, "prepare"):
         return function.prepare(*arguments)
-    from dsv4.probes.kernel_audit.harness import taken
-
     count = taken(function, contract_of(spec.operation), False)
     return lambda: function(*arguments[:count]), lambda result: result
-
-
-def placed(arguments: tuple, device) -> tuple:
-    """Copies on the device."""
-    from dsv4.kernels.contract import rebuilt
-
-    return tuple(rebuilt(a, lambda t: own(t, device)) for a in arguments)
 
 
 def captured(spec: SubjectSpec, arguments: tuple, sets: int) -> Replays:

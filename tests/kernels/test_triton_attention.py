@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {
     "small tiles": Tile(16, 16, 4, 1, 1, 1),
     "more keys": Tile(16, 32, 4, 2, 1, 1),
-    "wide, not chained": Tile(32, 16, 4, 2, 1, 1, wide=True, unchain=True),
+    "more heads, not chained": Tile(32, 16, 4, 2, 1, 1, unchain=True),
 }
 NAN = float("nan")
 
@@ -30,7 +30,7 @@ def poison(monkeypatch):
 
 
 @pytest.fixture(
-    params=[("small tiles", 3), ("more keys", 1), ("wide, not chained", 2)], ids=lambda p: f"{p[0]}, {p[1]} splits"
+    params=[("small tiles", 3), ("more keys", 1), ("more heads, not chained", 2)], ids=lambda p: f"{p[0]}, {p[1]} splits"
 )
 def tiled(request, monkeypatch):
     """One kind of tile, its keys in that many splits (some of them empty)."""

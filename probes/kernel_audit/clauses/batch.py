@@ -41,11 +41,6 @@ def _judged(truth, index: torch.Tensor, found: list[torch.Tensor]) -> Judgement:
     return truth.judge([h.index_copy(0, index, f) for f, h in zip(found, truth.honest)])
 
 
-def _templates(scene: Scene, truth, n: int) -> list:
-    """Shapes and dtypes of the results of n queries."""
-    return [((n, *shape[1:]), dtype) for shape, dtype in scene.templates(truth)]
-
-
 def _neighbours(scene: Scene, truth, kept: int) -> tuple:
     """The arguments with NaN in every activation of the other queries."""
 
@@ -80,7 +75,7 @@ def _case(scene: Scene, truth, n: int) -> Iterator[Check]:
     where, alone = scene.label(truth), "a query alone has the result that it has in the batch"
     parts = [torch.tensor([i]) for i in range(n)] + [torch.arange(n - 1, -1, -1)]
     sets = [_part(scene, truth, p) for p in parts] + [_neighbours(scene, truth, i) for i in (0, n - 1)]
-    templates = [_templates(scene, truth, len(p)) for p in parts] + [scene.templates(truth)] * 2
+    templates = [scene.templates(truth, len(p)) for p in parts] + [scene.templates(truth)] * 2
     try:
         found = scene.worker.ask(together, sets, templates)
     except (SubjectFailed, SubjectDied) as error:

@@ -72,7 +72,7 @@ def run(scene: Scene) -> Iterator[Check]:
 
 
 def _replaced(scene: Scene, truth) -> Iterator[Check]:
-    other = scene.others.get(next(i for i, t in enumerate(scene.truths) if t is truth))
+    other = scene.other(truth)
     where = scene.label(truth)
     shapes = lambda t: [(x.shape, x.stride(), x.dtype) for x in tensors(t.case.arguments)]
     if other is None or shapes(other) != shapes(truth):

@@ -92,10 +92,9 @@ def _partners(scene: Scene, truth) -> list:
     adapter prepares beforehand is the case's own in all of them."""
     alike = lambda t: [(x.shape, x.stride(), x.dtype) for x in tensors(t.case.arguments)]
     others = lambda t: [a for a in t.case.arguments if not any(True for _ in tensors(a))]
-    place = next(i for i, t in enumerate(scene.truths) if t is truth)
     right = [t for i, t in enumerate(scene.truths) if i in scene.judged and scene.judged[i].ratio <= 1]
-    found = [t for i, t in sorted(scene.others.items()) if i == place] + right
-    fit = [t for t in found if t is not truth and alike(t) == alike(truth) and others(t) == others(truth)]
+    found = [scene.other(truth), *right]
+    fit = [t for t in found if t not in (None, truth) and alike(t) == alike(truth) and others(t) == others(truth)]
     return [_with_prepared(scene, t, truth) for t in fit[:3]] + [truth]
 
 

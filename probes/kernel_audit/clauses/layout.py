@@ -100,7 +100,7 @@ def empty(scene: Scene) -> Iterator[Check]:
         return
     for truth in plain:
         shapes, failure = None, None
-        templates = [((0, *shape[1:]), dtype) for shape, dtype in scene.templates(truth)]
+        templates = scene.templates(truth, 0)
         try:
             shapes = scene.worker.ask(cut, truth.case.arguments, templates, axes)
         except (SubjectFailed, SubjectDied) as error:

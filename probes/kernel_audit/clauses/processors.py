@@ -32,14 +32,14 @@ def _context(harness, share: int):
 
     whole = torch.cuda.get_device_properties(harness.device).multi_processor_count
     count = max(8, whole // share // 8 * 8)  # Hopper gives them out in eights
-    return GreenContext.create(num_sms=count, device_id=harness.device.index or 0), count
+    return GreenContext.create(num_sms=count, device_id=harness.device.index or 0)
 
 
 def partial(harness, arguments, templates, share: int):
     """Results of a call in a green context of some multiprocessors."""
     placed = harness.place(arguments)
     torch.cuda.synchronize()
-    context, _ = _context(harness, share)
+    context = _context(harness, share)
     context.set_context()
     try:
         results = harness.call(placed, templates)

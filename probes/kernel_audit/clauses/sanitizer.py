@@ -30,9 +30,8 @@ HINT = re.compile(r"=+ (Invalid .*|Error: .*|Race .*|Barrier error .*|.*hazard.*
 
 def installed() -> str | None:
     """The tool's path."""
-    return shutil.which("compute-sanitizer") or next(
-        (str(p) for p in (Path("/usr/local/cuda/bin/compute-sanitizer"),) if p.is_file()), None
-    )
+    folders = os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
 
 
 def checked(program: str, tool: str, spec: SubjectSpec, arguments: tuple, templates) -> tuple[str, str]:

@@ -125,7 +125,7 @@ def _case(scene: Scene, truth, others) -> Iterator[Check]:
         for name, right in scene.worker.ask(between, mine, problems, templates).items():
             if not right or name == problems[-1][0]:
                 yield held("state", statement, where, right, f"other bits after {name}")
-        alike = scene.others.get(next(i for i, t in enumerate(scene.truths) if t is truth), other)
+        alike = scene.other(truth) or other
         for second in {id(t): t for t in (other, alike)}.values():
             both = scene.templates(truth), scene.templates(second)
             unchanged, apart = scene.worker.ask(kept, mine, second.case.arguments, both)

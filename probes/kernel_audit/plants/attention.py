@@ -34,8 +34,7 @@ def _computed(compute):
 
 
 def _softmax(q, rows, present, sink, scale, mask=float("-inf"), value=None):
-    logits = torch.einsum("nhd,nkd->nhk", q.float() * scale, rows.float()).masked_fill(~present.unsqueeze(1), mask)
-    p = torch.softmax(torch.cat((logits, sink.view(1, -1, 1).expand(len(q), -1, 1)), -1), -1)[..., :-1]
+    p = _weights(q, rows, present, sink, scale, mask=mask)[..., :-1]
     return torch.einsum("nhk,nkd->nhd", p, rows.float() if value is None else value(rows.float())).to(q.dtype)
 
 
@@ -55,9 +54,10 @@ def _without_last(a):
     return torch.where(place == at, -1, index)
 
 
-def _weights(q, rows, present, sink, scale, *more):
-    """Softmax over rows, the sink and further logits [N, H, n]: [N, H, K + 1 + n] in fp32."""
-    logits = torch.einsum("nhd,nkd->nhk", q.float() * scale, rows.float()).masked_fill(~present.unsqueeze(1), -math.inf)
+def _weights(q, rows, present, sink, scale, *more, mask: float = -math.inf):
+    """Softmax over rows, the sink and further logits [N, H, n]: [N, H, K + 1 + n] in fp32. mask: logit of absent
+    rows."""
+    logits = torch.einsum("nhd,nkd->nhk", q.float() * scale, rows.float()).masked_fill(~present.unsqueeze(1), mask)
     return torch.softmax(torch.cat((logits, sink.view(1, -1, 1).expand(len(q), -1, 1), *more), -1), -1)
 
 
@@ -77,8 +77,7 @@ def _empty_splits_count(q, rows, present, sink, scale):
 
 def _narrow_sums(q, rows, present, sink, scale):
     out = torch.zeros_like(q, dtype=torch.bfloat16)
-    logits = torch.einsum("nhd,nkd->nhk", q.float() * scale, rows.float()).masked_fill(~present.unsqueeze(1), -math.inf)
-    p = torch.softmax(torch.cat((logits, sink.view(1, -1, 1).expand(len(q), -1, 1)), -1), -1)[..., :-1]
+    p = _weights(q, rows, present, sink, scale)[..., :-1]
     for s in range(0, rows.shape[1], 16):
         out = (out.float() + torch.einsum("nhk,nkd->nhd", p[..., s : s + 16], rows[:, s : s + 16].float())).bfloat16()
     return out.to(q.dtype)
