@@ -30,7 +30,8 @@ def poison(monkeypatch):
 
 
 @pytest.fixture(
-    params=[("small tiles", 3), ("more keys", 1), ("more heads, not chained", 2)], ids=lambda p: f"{p[0]}, {p[1]} splits"
+    params=[("small tiles", 3), ("more keys", 1), ("more heads, not chained", 2)],
+    ids=lambda p: f"{p[0]}, {p[1]} splits",
 )
 def tiled(request, monkeypatch):
     """One kind of tile, its keys in that many splits (some of them empty)."""
