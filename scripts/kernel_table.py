@@ -36,7 +36,8 @@ THINNED = (
 
 def thinned(report: dict) -> dict:
     """An audit's report without the checks that passed, small enough to be committed."""
-    checks = [c for c in report["checks"] if c["status"].upper() in (*FOUND, "VACUOUS") or c["name"] == "not run"]
+    told = lambda c: c["status"].upper() in (*FOUND, "VACUOUS") or c["name"] == "not run" or c in leads(report)
+    checks = [c for c in report["checks"] if told(c)]
     skipped = {why: case for case, why in reversed(report["skipped"].items())}
     without = lambda row, key: {k: v for k, v in row.items() if k != key}
     kept = {
@@ -50,6 +51,11 @@ def thinned(report: dict) -> dict:
 def failed(report: dict) -> list[dict]:
     """Its checks that are findings."""
     return [c for c in report["checks"] if c["status"].upper() in FOUND and c["name"] != "not run"]
+
+
+def leads(report: dict) -> list[dict]:
+    """What compute-sanitizer reports of a published kernel without a proof."""
+    return [c for c in report["checks"] if c.get("part") == "sanitizer" and c["status"].upper() == "WARN"]
 
 
 def text(report: dict) -> str:
@@ -83,7 +89,8 @@ def findings(report: dict) -> str:
     lines = [f"{part}: {name}; {check.get('where', '')}"[:LONGEST] for (part, name), check in reversed(first.items())]
     more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
     count = report.get("skipped_cases", len(report["skipped"]))
-    refused = [f"{count} cases not taken"] if count else []
+    refused = [f"{c['name'].split(':')[0]} reports, unproven" for c in leads(report)]
+    refused += [f"{count} cases not taken"] if count else []
     return "; ".join((*lines[:MOST], *more, *refused))
 
 

@@ -14,7 +14,7 @@ from dsv4.probes.kernel_audit.clauses import ORDER, clause
 from dsv4.probes.kernel_audit.diagnosis import explained
 from dsv4.probes.kernel_audit.errors import KernelAuditError, SubjectDied, SubjectFailed
 from dsv4.probes.kernel_audit.scene import Scene, not_run
-from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
+from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
 from dsv4.probes.result import Check, Status
 from dsv4.probes.waivers import Waiver
@@ -127,7 +127,7 @@ def audit_kernel(
 def _adapted(spec: SubjectSpec, takes: Callable | None) -> tuple[SubjectSpec, Callable | None, tuple[str, ...]]:
     """What an adapter says of itself: its accuracy class where none was asked for, which cases it takes, and which
     arguments it prepares."""
-    if ":" in spec.kernel or spec.kernel.endswith(".json") or spec.kernel in OURS:
+    if spec.given:
         if spec.convention == "dsv4":
             return spec, takes, ()
         if spec.convention not in conventions(spec.operation):

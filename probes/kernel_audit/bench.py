@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import median
 
@@ -16,7 +16,7 @@ from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
 from dsv4.probes.kernel_audit.adapters import adapter
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.errors import KernelAuditError
-from dsv4.probes.kernel_audit.subject import OURS, SubjectSpec
+from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.timed import answers, limits, race
 from dsv4.probes.kernel_audit.worker import Worker
 from dsv4.probes.waivers import Waiver
@@ -83,9 +83,8 @@ def bench_kernels(
 
 
 def _spec(operation: str, kernel: str, device: str) -> SubjectSpec:
-    plain = ":" in kernel or kernel.endswith(".json") or kernel in OURS
-    accuracy = "" if plain else adapter(kernel, operation).accuracy
-    return SubjectSpec(operation, kernel, device, accuracy=accuracy)
+    spec = SubjectSpec(operation, kernel, device)
+    return spec if spec.given else replace(spec, accuracy=adapter(kernel, operation).accuracy)
 
 
 def _verdict(spec: SubjectSpec, shapes: str, seed: int, waivers: tuple[Waiver, ...]) -> str:
@@ -96,8 +95,7 @@ def _verdict(spec: SubjectSpec, shapes: str, seed: int, waivers: tuple[Waiver, .
 
 
 def _takes(spec: SubjectSpec, case: Case) -> str | None:
-    plain = ":" in spec.kernel or spec.kernel.endswith(".json") or spec.kernel in OURS
-    return None if plain else adapter(spec.kernel, spec.operation).takes(case)
+    return None if spec.given else adapter(spec.kernel, spec.operation).takes(case)
 
 
 def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: int) -> Row:

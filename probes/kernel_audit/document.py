@@ -71,7 +71,7 @@ def clauses(audit: KernelAudit) -> list[dict]:
                 "about": about,
                 "checks": len(asked),
                 "findings": sum(c.status in (Status.FAIL, Status.ERROR) and c not in waived for c in asked),
-                "refused": sum(c.status is Status.WARN for c in asked),
+                "refused": sum(c.status is Status.WARN and c.part != "sanitizer" for c in asked),
                 "vacuous": sum(c.status is Status.VACUOUS for c in asked),
                 "worst": max(numbers, default=None),
                 "power": min(powers, default=None),
@@ -125,9 +125,11 @@ def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:
     if found["skipped"]:
         reasons = sorted(set(found["skipped"].values()))
         lines += ["", f"{len(found['skipped'])} cases were not asked for: {'; '.join(reasons)}."]
-    refused = {c.note for c in checks if c.status is Status.WARN}
+    warned = [c for c in checks if c.status is Status.WARN]
+    refused = {c.note for c in warned if c.part != "sanitizer"}
     if refused:
         lines += ["", f"The kernel refused: {'; '.join(sorted(refused))}."]
+    lines += [line for c in warned if c.part == "sanitizer" for line in ("", f"{c.name}: {c.note}.")]
     lines += ["", "## How", "", *_how(found, about), "", "Not defended against: " + "; ".join(UNDEFENDED) + ".", ""]
     return "\n".join(lines)
 

@@ -16,4 +16,4 @@ class SubjectFailed(KernelAuditError):
 
 
 class SubjectDied(KernelAuditError):
-    """The kernel's process ended, or gave no answer in time."""
+    """The kernel's process ended, or gave no answer in time, or the device answers nothing more in it."""

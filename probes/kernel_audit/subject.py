@@ -32,6 +32,11 @@ class SubjectSpec:
     plant: str = ""
 
     @property
+    def given(self) -> bool:
+        """Whether the user named its function or file, or it is one of ours: not the adapter of a published kernel."""
+        return ":" in self.kernel or self.kernel.endswith(".json") or self.kernel in OURS
+
+    @property
     def without_state(self) -> bool:
         """Whether all results are new tensors, those too that the contract writes in place: a Solution has no state."""
         return self.out_arguments or self.kernel.endswith(".json")

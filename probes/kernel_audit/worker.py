@@ -33,7 +33,8 @@ def unpacked(data: bytes):
 
 
 def serve(connection, spec: SubjectSpec, threads: int) -> None:
-    """Body of the process: (function, arguments) → ('ok', result) or ('failed' | 'refused', message)."""
+    """Body of the process: (function, arguments) → ('ok', result) or ('failed' | 'refused' | 'lost', message). It ends
+    behind 'lost': the device answers nothing more in this process."""
     from dsv4.probes.kernel_audit.harness import Harness
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -57,7 +58,22 @@ def serve(connection, spec: SubjectSpec, threads: int) -> None:
             answer = "refused" if error.refused else "failed", str(error)
         except BaseException as error:
             answer = "failed", _said(error)
+        if answer[0] != "ok" and (why := lost(harness.device)):
+            connection.send_bytes(packed(("lost", f"it left the device unusable: {why}")))
+            return
         connection.send_bytes(packed(answer))
+
+
+def lost(device: torch.device) -> str:
+    """Why the device answers nothing more in this process, '' if it does: every call behind an illegal access or an
+    illegal instruction fails, whatever it is."""
+    if device.type != "cuda":
+        return ""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return (str(error).splitlines() or [""])[0][:200]
+    return ""
 
 
 def _said(error: BaseException) -> str:
@@ -158,6 +174,10 @@ class Worker:
             self._died()
         if status == "ok":
             return value
+        if status == "lost":
+            self.stop()
+            self.deaths += 1
+            raise SubjectDied(value)
         raise SubjectFailed(value, refused=status == "refused")
 
     def _died(self):

@@ -49,6 +49,8 @@ def in_turn(harness, problems, templates):
 
     def call(which: int, how: str):
         try:
+            if harness.device.type == "cuda":  # a thread has no context before
+                torch.cuda.set_device(harness.device.index or 0)
             same = harness.bits(fresh[which](), templates[which]) == alone[which]
             found.append("" if same else f"bits changed {how}")
         except Exception as error:
@@ -60,8 +62,6 @@ def in_turn(harness, problems, templates):
         return next(filter(None, found), "")
 
     def work(which: int):
-        if harness.device.type == "cuda":
-            torch.cuda.set_device(harness.device)  # a thread has no context before
         for _ in range(4):
             call(which, "in two threads")
 
