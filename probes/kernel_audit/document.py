@@ -56,6 +56,16 @@ def source_hash(kernel: str) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
+def leads(checks: list[Check]) -> list[Check]:
+    """What compute-sanitizer reports of a published kernel without a proof."""
+    return [c for c in checks if c.status is Status.WARN and c.part == "sanitizer"]
+
+
+def refusals(checks: list[Check]) -> list[Check]:
+    """Cases that the kernel said it does not take."""
+    return [c for c in checks if c.status is Status.WARN and c.part != "sanitizer"]
+
+
 def clauses(audit: KernelAudit) -> list[dict]:
     """One row a clause: checks, findings, worst error as a multiple of its limit, the weakest canary, what was not
     run."""
@@ -71,7 +81,7 @@ def clauses(audit: KernelAudit) -> list[dict]:
                 "about": about,
                 "checks": len(asked),
                 "findings": sum(c.status in (Status.FAIL, Status.ERROR) and c not in waived for c in asked),
-                "refused": sum(c.status is Status.WARN and c.part != "sanitizer" for c in asked),
+                "refused": len(refusals(asked)),
                 "vacuous": sum(c.status is Status.VACUOUS for c in asked),
                 "worst": max(numbers, default=None),
                 "power": min(powers, default=None),
@@ -125,11 +135,10 @@ def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:
     if found["skipped"]:
         reasons = sorted(set(found["skipped"].values()))
         lines += ["", f"{len(found['skipped'])} cases were not asked for: {'; '.join(reasons)}."]
-    warned = [c for c in checks if c.status is Status.WARN]
-    refused = {c.note for c in warned if c.part != "sanitizer"}
+    refused = {c.note for c in refusals(checks)}
     if refused:
         lines += ["", f"The kernel refused: {'; '.join(sorted(refused))}."]
-    lines += [line for c in warned if c.part == "sanitizer" for line in ("", f"{c.name}: {c.note}.")]
+    lines += [line for c in leads(checks) for line in ("", f"{c.name}: {c.note}.")]
     lines += ["", "## How", "", *_how(found, about), "", "Not defended against: " + "; ".join(UNDEFENDED) + ".", ""]
     return "\n".join(lines)
 

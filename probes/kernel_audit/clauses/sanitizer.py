@@ -28,7 +28,10 @@ TOOLS = {
     "synccheck": "barriers are reached by all of their threads",
 }
 LIMIT, ERRORS = 300, 66  # seconds of one tool; its exit code where it found something
-HINT = re.compile(r"=+ (Invalid .*|Error: .*Race .*|Warning: .*Race .*|Race .*|Barrier error .*|.*hazard.*)")
+HINT = re.compile(
+    r"=+ (Invalid .*|(?:Error|Warning): (?!process ).*|Race .*|Barrier error .*|Program hit .*|.*hazard.*)"
+)
+COUNT = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 LEAD = "the tool does not know every order that asynchronous copies and mbarriers make: a lead, no finding"
 
 
@@ -51,10 +54,11 @@ def checked(program: str, tool: str, spec: SubjectSpec, arguments: tuple, templa
         except subprocess.TimeoutExpired:
             return "", f"{tool} gave no answer in {LIMIT} s"
         text = log.read_text(errors="replace") if log.is_file() else ""
-    hints = [m[1].strip()[:200] for m in map(HINT.match, text.splitlines()) if m]
-    if done.returncode == ERRORS and hints:
-        return hints[0], ""
-    if done.returncode == 0 and re.search(r"SUMMARY: 0 (errors|hazards)", text):
+    counted = COUNT.search(text)
+    none = counted is not None and int(counted[1]) == 0
+    if done.returncode == ERRORS and not none:  # with none, the process ended by a fault of its own
+        return next((m[1].strip() for m in map(HINT.match, text.splitlines()) if m), "errors")[:200], ""
+    if done.returncode == 0 and none:
         return "", ""
     said = (done.stderr.decode(errors="replace").strip().splitlines() or text.splitlines() or [""])[-1]
     return "", f"{tool} ended with exit code {done.returncode}: {said[:160]}"
@@ -74,15 +78,14 @@ def run(scene: Scene) -> Iterator[Check]:
             if scene.late:
                 yield not_run("sanitizer", f"the budget was spent before {tool}")
                 continue
-            arguments = truth.case.arguments, scene.templates(truth)
-            found, why = checked(program, tool, scene.worker.spec, *arguments)
+            spec, name, where = scene.worker.spec, f"{tool}: {statement}", scene.label(truth)
+            found, why = checked(program, tool, spec, truth.case.arguments, scene.templates(truth))
             if why:
                 yield not_run("sanitizer", why)
-            elif found and tool != "memcheck" and not scene.worker.spec.given:
-                where = scene.label(truth)
-                yield Check(f"{tool}: {statement}", Status.WARN, where, "sanitizer", samples=1, note=f"{found}; {LEAD}")
+            elif found and tool != "memcheck" and not spec.given:
+                yield Check(name, Status.WARN, where, "sanitizer", samples=1, note=f"{found}; {LEAD}")
             else:
-                yield held("sanitizer", f"{tool}: {statement}", scene.label(truth), not found, found)
+                yield held("sanitizer", name, where, not found, found)
 
 
 def main(path: str) -> None:

@@ -1,6 +1,5 @@
 """A kernel that leaves the device unusable: a finding of the clause that saw it, and of no other."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +47,7 @@ def test_a_device_that_answers_nothing_more_is_lost(monkeypatch):
 
 @pytest.mark.parametrize("gone,error", [("", SubjectFailed), (MISALIGNED, SubjectDied)])
 def test_the_process_of_a_lost_device_is_ended_and_another_answers_the_next_question(monkeypatch, gone, error):
-    """The same exception is a refusal where the device still answers."""
+    """An exception is a failure of the call where the device still answers."""
     answers = [("lost", gone)] if gone else [("failed", "RuntimeError: too narrow")]
     subject, ended = worker.Worker(SubjectSpec("rms_norm", "honest")), []
     subject.process = SimpleNamespace(kill=lambda: ended.append("killed"), join=lambda _: None)
@@ -106,7 +105,9 @@ def test_a_race_in_a_published_kernel_is_a_lead_and_an_access_beyond_memory_is_a
     [
         ("========= Error: Race reported between Read access at gemm+0xb30\n", "Error: Race reported"),
         ("========= Barrier error detected. Divergent thread(s) in block.\n", "Barrier error detected"),
-        ("========= Error: process didn't terminate successfully\n", ""),
+        ("========= Program hit invalid argument (error 1)\n========= ERROR SUMMARY: 34 errors\n", "Program hit"),
+        ("========= Error: process didn't terminate successfully\n========= ERROR SUMMARY: 34 errors\n", "errors"),
+        ("========= Error: process didn't terminate successfully\n========= ERROR SUMMARY: 0 errors\n", ""),
     ],
 )
 def test_a_process_that_ended_on_its_own_is_no_finding_of_the_tool(tmp_path, log, found):
@@ -118,8 +119,8 @@ def test_a_process_that_ended_on_its_own_is_no_finding_of_the_tool(tmp_path, log
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_a_fault_of_the_device_is_a_finding_of_the_layout_and_no_clause_behind_it_has_one(tmp_path):
+    pytest.importorskip("triton")
     path = tmp_path / "mine.py"
     path.write_text(ALIGNED_ONLY)
     spec = SubjectSpec("rms_norm", f"{path}:norm", "cuda")
