@@ -235,6 +235,10 @@ def selftest(
         Path | None,
         typer.Option(help="Directory for kernel_selftest.md and .json.", callback=folder, show_default=False),
     ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="A file that keeps results: cut off and called again with it, it goes on."),
+    ] = None,
 ):
     """Plant every known fault of kernels and see that its own clause finds it. Exit code 0: all caught, honest kernels
     green; 1: gaps; 2: it could not run."""
@@ -242,28 +246,31 @@ def selftest(
 
     from rich.progress import Progress
 
+    from dsv4.probes.journal import Kept
     from dsv4.probes.kernel_audit import selftest as tests
     from dsv4.probes.provenance import called, command_line, commit, date
     from dsv4.probes.report import write_files
 
     _available(device)
+    of = {"commit": commit()["commit"], "device": device, "without": sorted(without or ())}
+    kept = Kept(journal, of)
     what, outcomes, started = tests.chosen(operation, name, clause, device), [], time.time()
     if not what:
         raise InputError("no plant and no control has that operation, name and clause; see: dsv4 kernel list")
     with Progress(console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("planting", total=len(what))
         kernel = "ours" if device.startswith("cuda") else "reference"
-        for outcome in tests.run(what, device, jobs, tuple(without or ()), kernel=kernel):
+        for outcome in tests.run(what, device, jobs, tuple(without or ()), kernel=kernel, journal=kept):
             outcomes.append(outcome)
             bar.update(task, advance=1)
             if not bar.console.is_terminal:
                 told = f"{len(outcomes):4} of {len(what)}  {outcome.verdict:8} {outcome.seconds:5.1f} s"
                 errors.print(f"{told}  {outcome.operation}: {outcome.name}")
     found = tests.document(outcomes)
-    about = f"`{command_line(called(sys.argv))}`, {date(started)}, commit {commit()['commit']}, {device}."
     if out is not None:
-        text = json.dumps({"about": about} | found, indent=1, ensure_ascii=False) + "\n"
-        write_files(out, {"kernel_selftest.md": tests.markdown(found, about), "kernel_selftest.json": text})
+        found = {"about": tests.about(command_line(called(sys.argv)), date(started), device)} | found
+        text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        write_files(out, {"kernel_selftest.md": tests.markdown(found), "kernel_selftest.json": text})
     console = wide()
     for row in found["clauses"]:
         if row["plants"]:

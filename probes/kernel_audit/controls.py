@@ -69,13 +69,13 @@ LIBERTIES = (
 )
 
 
-def controls() -> list[Control]:
-    """Every accuracy class of every contract, our reference and CPU implementations, and the liberties."""
-    found = []
+def controls(device: str = "cpu") -> list[Control]:
+    """Every accuracy class of every contract, our reference and our kernels for the device, and the liberties."""
+    found, own = [], "triton" if device.startswith("cuda") else "cpu"
     for name, contract in contracts().items():
         found += [Control(name, "honest", accuracy=c) for c in _classes(contract)]
         op = (OPERATIONS | GQA_OPERATIONS).get(name)
-        found += [Control(name, k) for k in ("reference", "cpu") if k == "reference" or op and k in op.implementations]
+        found += [Control(name, k) for k in ("reference", own) if k == "reference" or op and k in op.implementations]
     return found + [Control(p.operation, "reference", p.name) for p in LIBERTIES]
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from dsv4.kernels.contracts import contract_of
+from dsv4.probes.journal import Kept
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.clauses import ORDER
 from dsv4.probes.kernel_audit.controls import Control, controls
@@ -16,6 +17,7 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.plant import CLAUSES, Plant
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.subject import SubjectSpec
+from dsv4.probes.provenance import commit, device, versions
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def chosen(operation: str | None, name: str | None, clause: str | None, device: 
     fits = lambda x: (not operation or x.operation == operation) and (not name or name in x.name)
     found = [p for p in plants() if fits(p) and (not clause or p.clause == clause)]
     found = [p for p in found if p.device == "any" or device.startswith(p.device)]
-    return found + ([] if clause else [c for c in controls() if fits(c)])
+    return found + ([] if clause else [c for c in controls(device) if fits(c)])
 
 
 def run(
@@ -53,12 +55,22 @@ def run(
     without: tuple[str, ...] = (),
     seed: int = 1,
     kernel: str = "reference",
+    journal: Kept | None = None,
 ) -> Iterator[Outcome]:
-    """Outcomes as they come. without: clauses that are switched off (ablation)."""
+    """Outcomes as they come, those that the journal holds first. without: clauses that are switched off (ablation)."""
+    journal = journal or Kept(None, {})
+    held = {_key(o): o for o in (Outcome(**{**line[1], "caught": tuple(line[1]["caught"])}) for line in journal.held)}
+    yield from (held[_key(item)] for item in what if _key(item) in held)
     with ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(one, item, device, without, seed, kernel) for item in what]
+        waiting = [pool.submit(one, item, device, without, seed, kernel) for item in what if _key(item) not in held]
         for done in as_completed(waiting):
+            journal.append("done", asdict(done.result()))
             yield done.result()
+
+
+def _key(item: Plant | Control | Outcome) -> tuple[str, str, str]:
+    """What a plant, a control and the outcome of either are known by."""
+    return item.operation, item.name, "" if isinstance(item, Control) else item.clause
 
 
 def one(item: Plant | Control, device: str, without: tuple[str, ...], seed: int, kernel: str = "reference") -> Outcome:
@@ -120,18 +132,29 @@ def document(outcomes: list[Outcome]) -> dict:
     }
 
 
-def markdown(found: dict, about: str) -> str:
+def about(command: str, day: str, where: str) -> dict:
+    """Where a matrix comes from."""
+    name = device(torch.device(where))
+    return {"command": command, "date": day, "device": name, "versions": versions(), **commit()}
+
+
+def markdown(found: dict) -> str:
     """The matrix as a page."""
-    entries = ", ".join(map(str, found["entries"]))
+    entries, of = ", ".join(map(str, found["entries"])), found["about"]
+    known = ", ".join(f"{k} {v}" for k, v in of["versions"].items() if v)
     lines = [
         f"# Self-test of the kernel audit: {len(found['gaps'])} gaps",
         "",
+        f"{of['device']}, {known}, commit {of['commit']}, {of['date']}.",
+        "",
+        f"    {of['command']}",
+        "",
         f"{found['plants']} planted faults over {found['operations']} operations, {found['controls']} honest controls. "
-        f"Entries of the catalogue: {entries}. {about}",
+        f"Entries of the catalogue: {entries}.",
         "",
         *(f"- {gap}" for gap in found["gaps"]),
         "",
-        "| clause | plants | caught by it | found by no other clause |",
+        "| clause | plants | caught by it | found by no other clause in this run |",
         "|---|---|---|---|",
         *(f"| {r['clause']} | {r['plants']} | {r['caught']} | {r['by it alone']} |" for r in found["clauses"]),
         "",

@@ -49,6 +49,18 @@ def test_without_its_clause_a_plant_is_missed(command_line):
     assert code == 1 and "missed: rms_norm: an empty grid is launched" in out
 
 
+def test_a_run_that_was_cut_off_goes_on_from_its_journal(command_line, monkeypatch, tmp_path):
+    journal = tmp_path / "journal"
+    words = ("kernel", "selftest", "--operation", "rms_norm", "--name", "empty", "--journal", journal)
+    code, out, _ = command_line(*words)
+    kept = journal.read_text()
+    assert code == 0 and kept.count('["done", {"name": "an empty grid is launched"') == 1
+    monkeypatch.setattr(selftest, "one", lambda *given: pytest.fail("a result of the journal was asked for again"))
+    assert command_line(*words)[:2] == (0, out) and journal.read_text() == kept
+    code, _, err = command_line(*words, "--without", "empty")
+    assert code == 2 and "is the journal of another run (without differ)" in err
+
+
 def test_a_name_that_no_plant_has_is_refused_in_one_line(command_line):
     code, out, err = command_line("kernel", "selftest", "--name", "no such fault")
     assert code == 2 and not out and err.startswith("error: no plant and no control") and err.count("\n") == 1
