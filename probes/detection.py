@@ -213,9 +213,7 @@ def headline(matrix: Matrix) -> str:
 
 def write(matrix: Matrix, directory: Path) -> list[Path]:
     """selftest.md and selftest.json, each whole or not at all; selftest_triton of that backend. Raises WriteError."""
-    backends = "".join(
-        f"_{name}" for name in dict.fromkeys(c.backend for c in matrix.clean) if name not in ("cpu", "reference")
-    )
+    backends = "".join(f"_{name}" for name in dict.fromkeys(c.backend for c in matrix.clean) if name in ("triton",))
     return write_files(
         directory,
         {

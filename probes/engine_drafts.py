@@ -55,7 +55,8 @@ class EngineDrafts(Probe):
 
 def kept(scene: Scene, where: str) -> Iterator[Check]:
     """Texts, lengths, and the state and logits of each pass, of requests that end by themselves."""
-    exact = not scene.together
+    model = scene.subject.model  # torch's products on a GPU choose the order of their sums by shape
+    exact = not scene.together and not (model.backend == "reference" and model.device.type == "cuda")
     try:
         found = scene.run()
     except Exception:  # what its rows held before it raised shows where
@@ -142,7 +143,7 @@ def passes(scene: Scene, b: int, text: list[int], where: str, exact: bool) -> It
         return
     found, wanted = (torch.cat(side).unsqueeze(0) for side in zip(*logits))
     errors = token_errors(found, wanted)
-    value, source, limit = agreeing(errors, subject.numerics)
+    value, source, limit = agreeing(errors, subject.numerics, chained=True)
     yield compare(NAMES[1], value, "<=", limit, source, errors.numel(), where=where, part=part)
 
 

@@ -93,7 +93,7 @@ def agree(subject: Subject, found: torch.Tensor, wanted: torch.Tensor, where: st
     """Logits [1, n, vocab] of a pass against those of single steps: bit for bit where that is promised."""
     name, errors = "logits of a pass equal plain decoding's", token_errors(found, wanted)
     part, chance = "verification, logits", token_errors(wanted.roll(1, 2), wanted).median().item()
-    value, source, limit = agreeing(errors, subject.numerics)
+    value, source, limit = agreeing(errors, subject.numerics, chained=True)
     if not value <= limit and found.shape[1] > 1:
         part = shifted(found, wanted) or part
     if promises_bits(subject) if exact is None else exact:

@@ -7,6 +7,7 @@ import torch
 
 from dsv4.probes import draft_depth, engine_drafts, engine_scene, verification
 from dsv4.probes.known_drafts import KnownDrafter, Plain, promises_bits
+from dsv4.probes.measure import agreeing
 from dsv4.probes.mutations import Site, catalogue, profile
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
@@ -161,3 +162,15 @@ def test_logits_of_a_neighbouring_place_are_told():
     assert verification.shifted(torch.cat((wanted[:, :1], wanted[:, :-1]), 1), wanted).endswith("before")
     assert verification.shifted(torch.cat((wanted[:, 1:], wanted[:, -1:]), 1), wanted).endswith("behind")
     assert verification.shifted(torch.randn(1, 4, 50, generator=g), wanted) == ""
+
+
+@pytest.mark.every
+def test_a_value_beside_a_rounding_boundary_is_no_finding_in_a_row_of_simulated_formats():
+    """Errors as measured in a sound row whose fourth token rounded otherwise; a row of other tokens errs by about 1."""
+    row = torch.tensor([0, 0, 0, 0.541, 0.115, 0.064, 0.098, 0.084, 0.072, 0.112])
+    for numerics in ("qat", "qat:fp32"):
+        value, _, limit = agreeing(row, numerics, chained=True)
+        assert value <= limit and not agreeing(row + 1, numerics, chained=True)[0] <= limit
+        independent, _, limit = agreeing(row, numerics)
+        assert independent > limit
+    assert agreeing(row, "fp32", chained=True) == agreeing(row, "fp32")

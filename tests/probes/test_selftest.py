@@ -329,7 +329,9 @@ def test_command_line_prints_gaps_and_writes_a_valid_matrix(tmp_path, monkeypatc
     assert "Not the whole matrix" in (tmp_path / "selftest.md").read_text()
 
 
-@pytest.mark.parametrize("backends, name", [(("reference", "cpu"), "selftest.md"), (("triton",), "selftest_triton.md")])
+@pytest.mark.parametrize(
+    "backends, name", [(("reference", "cpu", "training"), "selftest.md"), (("triton",), "selftest_triton.md")]
+)
 def test_the_matrix_of_another_backend_has_its_own_files(backends, name, tmp_path):
     fine = Outcome(planted(nothing), Found(True, "edges", "FAIL", "x", "", "sink", "sink"))
     detection.write(Matrix([fine], [Clean("default", "fp32", b, {Status.PASS: 3}) for b in backends]), tmp_path)
