@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 CLAUSES = {
     "gate": "results of every case against fp64, with canaries that must fail",
     "poison": "rows, bytes and pages that may not be read hold NaN",
@@ -30,7 +32,8 @@ class Plant:
     """A fault in one operation.
 
     clause: the one that must find it; entry: its number in the catalogue of faults (docs/kernel_faults.md).
-    make(honest) → the faulty kernel, called as the honest one is. device: 'any', or 'cuda' where it needs one."""
+    make(honest) → the faulty kernel, called as the honest one is. device: 'any', or 'cuda' where it needs one. dtype:
+    of activations; None: bf16, or what the operation takes. A fault that is below the rounding of bf16 names fp32."""
 
     name: str
     operation: str
@@ -38,6 +41,7 @@ class Plant:
     entry: int
     make: Callable[[Callable], Callable]
     device: str = "any"
+    dtype: torch.dtype | None = None
 
     def __post_init__(self):
         if self.clause not in CLAUSES:

@@ -81,7 +81,8 @@ def one(item: Plant | Control, device: str, without: tuple[str, ...], seed: int,
         spec = SubjectSpec(item.operation, item.kernel, device, accuracy=item.accuracy, plant=item.liberty)
         clause, entry = "", 0
     contract, started = contract_of(item.operation), time.monotonic()
-    dtype = contract.dtypes[0] if torch.bfloat16 not in contract.dtypes else torch.bfloat16
+    usual = contract.dtypes[0] if torch.bfloat16 not in contract.dtypes else torch.bfloat16
+    dtype = getattr(item, "dtype", None) or usual
     slow = () if clause == "sanitizer" else ("sanitizer",)  # a minute of each audit
     only = tuple(c for c in ORDER if c not in (*without, *slow))
     try:

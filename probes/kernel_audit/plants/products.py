@@ -155,7 +155,6 @@ LINEAR_FAULTS = LINEAR | {
     "activations of one scale for all tokens": (73, _simulated(one_scale)),
     "activations are rounded towards zero": (55, _simulated(truncated)),
     "sums in bf16": (50, _narrow_linear),
-    "no more tokens than in the first call": (69, _rows_of_the_first_call),
     "inputs of the token before": (73, replaced(0, _token_before)),
     "the last column is skipped": (
         26,
@@ -195,6 +194,7 @@ GROUPED_FAULTS = (
 PLANTS = (
     *gates("linear", LINEAR_FAULTS),
     *common("linear"),
+    Plant("no more tokens than in the first call", "linear", "state", 69, _rows_of_the_first_call),
     Plant("sums in another order at every call", "linear", "repeats", 72, _random_order),
     Plant("another variant after seven calls", "linear", "repeats", 80, _another_variant),
     Plant("one call in eleven leaves out a row", "linear", "repeats", 71, _rarely_wrong),

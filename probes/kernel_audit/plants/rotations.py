@@ -3,6 +3,7 @@
 import torch
 
 from dsv4.kernels.hadamard import reference as hadamard
+from dsv4.probes.kernel_audit.plant import Plant
 from dsv4.probes.kernel_audit.plants.wrappers import after, common, gates, in_place, replaced
 
 
@@ -75,7 +76,6 @@ ROTATE = {
     "pairs of columns i and i + pairs": (91, _halves),
     "the first columns instead of the last": (91, _first_columns),
     "the other direction": (91, replaced(1, lambda cis: cis.conj().resolve_conj())),
-    "the table in bf16": (91, _table(lambda t: t.bfloat16().float())),
     "cos and sin are swapped": (91, _table(lambda t: t.flip(-1))),
     "frequencies in reverse": (91, replaced(1, lambda cis: cis.flip(-1))),
     "the position of the row before": (91, replaced(1, lambda cis: cis.roll(1, 0))),
@@ -92,5 +92,6 @@ PLANTS = (
     *gates("hadamard", HADAMARD),
     *common("hadamard"),
     *gates("rotate", ROTATE),
+    Plant("the table in bf16", "rotate", "gate", 91, _table(lambda t: t.bfloat16().float()), dtype=torch.float32),
     *in_place("rotate", (0,)),
 )
