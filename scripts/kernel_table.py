@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dsv4.kernels.contracts import FOLDERS
 from dsv4.probes.kernel_audit.adapters import adapters
+from dsv4.probes.kernel_audit.bench import NEEDED
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 OURS = "ours"
@@ -29,8 +30,9 @@ FOUND = ("FAIL", "ERROR")
 MOST, LONGEST = 3, 160  # findings of a row, and letters of one
 KEPT = 12  # checks of a thinned report
 THINNED = (
-    f"checks that passed and findings after the first {KEPT} are left out, which `clauses` counts; of `skipped` one "
-    "case a reason is left, and `skipped_cases` counts all; what clauses are about is on the page"
+    f"checks that passed are left out, and findings after the first {KEPT} of clauses that no benchmark needs; "
+    "`clauses` counts them; of `skipped` one case a reason is left, and `skipped_cases` counts all; what clauses are "
+    "about is on the page"
 )
 
 
@@ -39,9 +41,10 @@ def thinned(report: dict) -> dict:
     checks = [c for c in report["checks"] if c["status"].upper() in (*FOUND, "VACUOUS") or c["name"] == "not run"]
     skipped = {why: case for case, why in reversed(report["skipped"].items())}
     without = lambda row, key: {k: v for k, v in row.items() if k != key}
+    most = checks[:KEPT] + leads(report) + [c for c in checks[KEPT:] if c.get("part") in NEEDED]
     kept = {
         "clauses": [without(row, "about") for row in report["clauses"]],
-        "checks": [without(check, "source") for check in checks[:KEPT] + leads(report)],
+        "checks": [without(check, "source") for check in most],
         "skipped": {case: why for why, case in skipped.items()},
     }
     return report | kept | {"thinned": THINNED, "skipped_cases": len(report["skipped"])}

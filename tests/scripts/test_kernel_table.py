@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import date
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dsv4.probes.kernel_audit.audit import KernelAudit
 from dsv4.probes.kernel_audit.document import document, markdown, text
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.result import Check, Status
+from dsv4.probes.waivers import load_waivers, sorted_out
 from scripts import audit_kernels, audits_table, kernel_table
 
 COMMAND = "python -m scripts.audit_kernels --device cuda --out audits/kernels"
@@ -132,3 +134,25 @@ def test_a_kernel_that_is_not_here_is_one_line_of_a_benchmark(monkeypatch, tmp_p
         "NOT RUN mhc_post",
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_committed_audits_and_waivers_let_every_timed_kernel_be_timed(monkeypatch):
+    """As the command of docs/kernels_of_others.md asks; the benchmarks' own verdicts are the other side."""
+    monkeypatch.setattr(audit_kernels, "device", lambda given: "cuda (NVIDIA H100 80GB HBM3)")
+    arguments = audit_kernels.parsed(
+        ["--bench", "--device", "cuda", "--audited", str(kernel_table.AUDITS / "kernels"), "--out", "unused"]
+    )
+    file = kernel_table.AUDITS.parent / "scripts" / "kernel_waivers.json"
+    waivers, _ = sorted_out(load_waivers(file), date(2026, 11, 26))
+    benches = [json.loads(f.read_text()) for f in kernel_table.AUDITS.glob("kernels/*/bench/h100/bench.json")]
+    asked = [(b["operation"], kernel, said) for b in benches for kernel, said in b["audits"].items()]
+    passes = lambda verdict: (verdict or "").startswith("PASS")
+    off = [(*at, said) for *at, said in asked if passes(audit_kernels.audited(*at, arguments, waivers)) != passes(said)]
+    assert len(asked) > 40 and off == []
+
+
+def test_findings_that_a_benchmark_needs_are_not_thinned():
+    late = [check("capture", "it can be captured", Status.FAIL) for _ in range(20)]
+    _, report = audited("rms_norm", "torch", CHECKS + late)
+    kept = kernel_table.thinned(report)["checks"]
+    assert sum(c["part"] == "capture" for c in kept) == 20 and sum(c["part"] == "poison" for c in kept) == 12
