@@ -85,8 +85,9 @@ class Undrafted:
         _, streams = self.model.append(ids, self.cache, logits="last", return_streams=True, chunk=len(prompt))
         self.pending: list[int] = []
         self.last = streams[:, -1:]
-        # streams [1, n, S, d], next ids [1, n] of the block
-        self.pieces = [(streams[:, :-1], ids[:, 1:])] if len(prompt) > 1 else []
+        # streams [1, n, S, d], next ids [1, n] of the block; a prompt of one token leaves nothing to it
+        self.prompted = len(prompt) > 1
+        self.pieces = [(streams[:, :-1], ids[:, 1:])] if self.prompted else []
 
     def feed(self, final: list[int]) -> torch.Tensor:
         """Tokens that became final: logits [n, vocab] after the one before them and after each of them but the last."""
@@ -111,7 +112,7 @@ class Undrafted:
         step = CapturedBlock(self.model, block, captures(self.model))
         for number, (streams, ids) in enumerate(self.pieces):
             counts = [ids.shape[1]]
-            if number == 0 and len(self.pieces) > 1:  # the prompt
+            if number == 0 and self.prompted:
                 logits, streams = self.model.mtp_logits(
                     streams, ids, block, return_streams=True, logits="last", chunk=counts[0]
                 )

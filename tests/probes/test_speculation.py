@@ -19,6 +19,7 @@ from dsv4.probes.subjects.ours import OurSubject
 from dsv4.probes.visible import Held, first_of, rows_checks
 from dsv4.speculation import choosing, loop
 from dsv4.speculation.accept import Accepted, draw
+from dsv4.speculation.captured import CapturedBlock
 from dsv4.speculation.loop import _Batch
 from dsv4.speculation.rounds import Rounds
 
@@ -73,6 +74,18 @@ def test_green_where_a_product_of_other_rows_sums_in_another_order(brief_officia
     monkeypatch.setattr("dsv4.kernels.linear.reference.F", SimpleNamespace(linear=linear))
     assert not red(OurSubject(brief_official, numerics, "reference"))
     assert halved
+
+
+def test_all_pieces_behind_a_prompt_of_one_token_run_as_the_drafter_runs_them(subject, monkeypatch):
+    """As if captured steps of the block summed in another order: such a prompt leaves no piece of its own."""
+
+    class Nudged(CapturedBlock):
+        def __call__(self, streams, *rest):
+            return super().__call__(streams * 1.001, *rest)
+
+    for module in ("probes.speculation", "speculation.draft"):
+        monkeypatch.setattr(f"dsv4.{module}.CapturedBlock", Nudged)
+    assert {c.status for c in one(subject, 1, 0, "here", 0)} == {Status.PASS}
 
 
 def test_what_is_tried_is_where_it_matters():
