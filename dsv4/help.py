@@ -18,7 +18,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Speculation": "speculate draft_tokens draft_costs generate.together",
     "Size": "plan.max_context plan.batch max_rewind gpus",
     "The kernel": "convention accuracy out_arguments shapes format",
-    "What is asked": "clause without operation repeats replays limit",
+    "What is asked": "clause case without operation repeats replays limit",
     "What is audited": "subject reference probe point section name fast config ids rename",
     "What is measured": "k topk policy budget block effort cuts tau phi patience tile looser vacuous model contexts "
     "batches policies heads rounds",
@@ -100,6 +100,10 @@ EXAMPLES = {
     "kernel audit": (
         "dsv4 kernel audit sparse_attention --kernel mine.py:attention",
         "dsv4 kernel audit index_scores --kernel deep_gemm --device cuda --shapes flash --out reports",
+    ),
+    "kernel replay": (
+        "dsv4 kernel replay reports/audit.json",
+        'dsv4 kernel replay reports/audit.json "pointed, 8 queries" --out case',
     ),
     "recall": ("dsv4 recall demo --needles 5", "dsv4 recall demo --context 4K --k 32,64 --gate --out reports"),
     "fidelity": (

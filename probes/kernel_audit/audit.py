@@ -9,6 +9,7 @@ import torch
 from dsv4.kernels.contract import Contract
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import WIDTHS
+from dsv4.probes.kernel_audit.acceptance import Truth
 from dsv4.probes.kernel_audit.adapters import adapter, conventions
 from dsv4.probes.kernel_audit.clauses import ORDER, clause
 from dsv4.probes.kernel_audit.diagnosis import explained
@@ -35,6 +36,9 @@ class KernelAudit:
     repeats: int = 0
     looks_like: list[str] = field(default_factory=list)
     waivers: tuple[Waiver, ...] = ()
+    case: str = ""
+    truths: list[Truth] = field(default_factory=list)  # of the cases that were asked for
+    wrong: list[tuple[Truth, list]] = field(default_factory=list)  # and what was returned where the gate failed
 
     @property
     def verdict(self) -> str:
@@ -51,8 +55,8 @@ class KernelAudit:
         if all(c.status is Status.WARN for c in gate):
             return "ERROR"
         refused = any(c.status is Status.WARN for c in asked)
-        limited = {c.part for c in asked} < set(ORDER) or len(asked) < len(self.checks) or self.skipped or refused
-        return "PASS, limited" if limited or waived else "PASS"
+        fewer = {c.part for c in asked} < set(ORDER) or len(asked) < len(self.checks) or self.skipped or self.case
+        return "PASS, limited" if fewer or refused or waived else "PASS"
 
     @property
     def findings(self) -> list[Check]:
@@ -88,25 +92,27 @@ def audit_kernel(
     said: Callable[[str], None] = lambda _: None,
     limit: float = 60.0,
     waivers: tuple[Waiver, ...] = (),
+    case: str = "",
 ) -> KernelAudit:
     """Run the clauses `only` on one kernel, at most `budget` seconds: what is left then is said to be not run.
 
-    said: told each clause as it begins. Raises SubjectFailed where the kernel cannot be loaded.
+    said: told each clause as it begins. case: as Scene has it. Raises SubjectFailed where the kernel cannot be loaded,
+    KernelAuditError where no case has that name.
     """
     contract, start = contract_of(spec.operation), time.monotonic()
     spec, takes, prepared = _adapted(spec, takes)
     classes = dict.fromkeys(contract.default(dtype) for dtype in dtypes or contract.dtypes)
     audit = KernelAudit(spec, contract, shapes, spec.accuracy or " or ".join(classes), seed)
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
-    audit.repeats, audit.waivers = repeats, tuple(waivers)
+    audit.repeats, audit.waivers, audit.case = repeats, tuple(waivers), case
     found: list[Check] = []
     with Worker(spec, limit) as worker:
         worker.start()
         scene = Scene(
             *(contract, WIDTHS[shapes], spec.accuracy, spec.device, seed, worker, dtypes or contract.dtypes),
-            *(start + budget, repeats, takes, prepared),
+            *(start + budget, repeats, takes, prepared, case),
         )
-        audit.skipped = scene.skipped
+        audit.skipped, audit.truths, audit.wrong = scene.skipped, scene.truths, scene.wrong
         for name in only:
             said(name)
             if scene.late and name != ORDER[0]:  # without the gate there would be no verdict

@@ -12,6 +12,7 @@ from dsv4.errors import InputError
 from dsv4.options import choice
 from dsv4.probes.console import Json, folder
 from dsv4.probes.kernel_audit.listing import export, list_kernels, show
+from dsv4.probes.kernel_audit.replay import replay
 from dsv4.terminal import errors, print_json, wide
 
 SHAPES = ("small", "flash", "pro")
@@ -22,7 +23,7 @@ CLAUSE_NAMES = (
 
 kernel_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
-for name, function in {"list": list_kernels, "show": show, "export": export}.items():
+for name, function in {"list": list_kernels, "show": show, "export": export, "replay": replay}.items():
     kernel_app.command(name)(function)
 
 Operation = Annotated[str, typer.Argument(help="Operation, as `dsv4 kernel list` names it.", show_default=False)]
@@ -56,6 +57,7 @@ def audit(
         bool, typer.Option("--out-arguments", help="Results are passed behind the arguments, and written.")
     ] = False,
     clause: Annotated[list[str] | None, choice(CLAUSE_NAMES, "Only this clause, behind the gate.")] = None,
+    case: Annotated[str, typer.Option(help="Only cases with this text in their name.", show_default=False)] = "",
     repeats: Annotated[
         int | None, typer.Option(min=2, help="Calls that must give the same bits; default: 1000 on CUDA, 20 elsewhere.")
     ] = None,
@@ -66,7 +68,10 @@ def audit(
     waivers: Waivers = None,
     seed: Seed = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for audit.md and audit.json.", callback=folder, show_default=False)
+        Path | None,
+        typer.Option(
+            help="Directory for audit.md, .json, .xml (JUnit) and .sarif.", callback=folder, show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ):
@@ -75,7 +80,7 @@ def audit(
     from dsv4.probes.audit import seconds
     from dsv4.probes.kernel_audit.audit import audit_kernel
     from dsv4.probes.kernel_audit.clauses import ORDER
-    from dsv4.probes.kernel_audit.document import document, markdown, text, told
+    from dsv4.probes.kernel_audit.document import document, files, told
     from dsv4.probes.kernel_audit.subject import SubjectSpec
     from dsv4.probes.provenance import called, command_line, date
     from dsv4.probes.report import write_files
@@ -89,10 +94,11 @@ def audit(
         found = audit_kernel(
             *(spec, shapes, seed, seconds(budget) if budget else float("inf"), None, only, None, repeats, said, limit),
             waivers=holding(waivers, errors.print),
+            case=case,
         )
     report = document(found, command_line(called(sys.argv)), date(started))
     if out is not None:
-        write_files(out, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": text(report)})
+        write_files(out, files(found, report))
     if as_json:
         print_json(report)
     else:

@@ -2,13 +2,16 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from dsv4.probes.formats import junit, sarif
 from dsv4.probes.kernel_audit.audit import KernelAudit
 from dsv4.probes.kernel_audit.plant import CLAUSES
 from dsv4.probes.provenance import commit, device, versions, without_paths
+from dsv4.probes.report import Report, Section
 from dsv4.probes.result import Check, Status
 
 SCHEMA = 1
@@ -37,6 +40,8 @@ def document(audit: KernelAudit, command: str, day: str) -> dict:
         "kernel": without_paths(spec.title),
         "source_sha256": source_hash(spec.kernel),
         "convention": spec.convention,
+        "out_arguments": spec.out_arguments,
+        "case": audit.case,
         "shapes": audit.shapes,
         "accuracy": audit.accuracy,
         "seed": audit.seed,
@@ -169,6 +174,23 @@ def _how(found: dict, about: dict) -> list[str]:
         "honest kernel of the accuracy class on the same case; canaries (zeros, NaN, echo, other inputs, lower "
         "precision) must fail.",
     ]
+
+
+def files(audit: KernelAudit, found: dict) -> dict[str, str]:
+    """Every file of `--out`: a page, JSON, and for continuous integration JUnit XML and SARIF."""
+    report = Report(headline(found), found["about"] | {k: found[k] for k in ("operation", "kernel", "seed")})
+    reasons = {told(check): f"waived: {why}" for check, why in audit.waived}
+    accepted = lambda c: replace(c, status=Status.WARN, note=reasons[told(c)]) if told(c) in reasons else c
+    for row in found["clauses"]:
+        checks = [accepted(c) for c in audit.checks if c.part == row["clause"]]
+        if checks:
+            report.sections.append(Section(row["clause"], row["about"], checks, 0.0))
+    return {
+        "audit.md": markdown(found, audit.checks, audit.findings),
+        "audit.json": text(found),
+        "audit.xml": junit.render(report, "audit"),
+        "audit.sarif": sarif.render(report, "audit"),
+    }
 
 
 def text(found: dict) -> str:

@@ -1,16 +1,17 @@
 """What the clauses of an audit share: the contract's cases with their truths, the subject's process, the clock."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from dsv4.kernels.contract import Contract, rebuilt
+from dsv4.kernels.contract import Case, Contract, rebuilt
 from dsv4.kernels.drawing import Draw
 from dsv4.probes.kernel_audit.acceptance import Judgement, Truth, truth_of
+from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.worker import Worker
 from dsv4.probes.result import Check, Status, vacuous
 
@@ -20,7 +21,8 @@ LIMIT = "4 (fp32: 16) · max(d0 of nine rows in ten, d0 of the row, half an ulp)
 @dataclass
 class Scene:
     """One audit of one kernel. takes: case → why the kernel cannot be asked for it, or None (adapters of kernels that
-    are made for some layouts alone). prepared: arguments that an adapter reads once, before its calls."""
+    are made for some layouts alone). prepared: arguments that an adapter reads once, before its calls. case: only cases
+    with this text in their label, or with whose label it begins; '' for all. Raises KernelAuditError for no case."""
 
     contract: Contract
     widths: object
@@ -33,6 +35,7 @@ class Scene:
     repeats: int = 20
     takes: Callable | None = None
     prepared: tuple[str, ...] = ()
+    case: str = ""
     truths: list[Truth] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     judged: dict[int, Judgement] = field(default_factory=dict)
@@ -40,12 +43,24 @@ class Scene:
 
     def __post_init__(self):
         for dtype in self.dtypes:
-            for case in self.contract.cases(self.widths, Draw(self.seed, dtype)):
+            for case in self._cases(self.seed, dtype):
                 why = self.takes(case) if self.takes else None
                 if why:
                     self.skipped[self._label(case, dtype)] = why
                 else:
                     self.truths.append(truth_of(self.contract, case, self.accuracy or self.contract.default(dtype)))
+        if self.case and not self.truths and not self.skipped:
+            raise KernelAuditError(
+                f"no case of {self.contract.operation} has {self.case!r} in its name; a report of dsv4 kernel audit "
+                "names them"
+            )
+
+    def _cases(self, seed: int, dtype: torch.dtype) -> Iterator[Case]:
+        """The contract's cases of a seed that are asked for."""
+        for case in self.contract.cases(self.widths, Draw(seed, dtype)):
+            label = self._label(case, dtype)
+            if self.case in label or self.case.startswith(label):
+                yield case
 
     def _label(self, case, dtype) -> str:
         return f"{case.family}, {case.label}, {str(dtype)[6:]}"
@@ -59,7 +74,7 @@ class Scene:
         """For each case the same case of another seed, by its number; made when a clause asks."""
         found: dict[int, Truth] = {}
         for dtype in self.dtypes:
-            cases = self.contract.cases(self.widths, Draw(self.seed + 1, dtype))
+            cases = self._cases(self.seed + 1, dtype)
             kept = [i for i, t in enumerate(self.truths) if activation_of(t) is dtype]
             fits = [case for case in cases if not (self.takes and self.takes(case))]
             accuracy = self.accuracy or self.contract.default(dtype)

@@ -2,8 +2,11 @@
 
 import json
 from multiprocessing import forkserver
+from xml.etree import ElementTree
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.probes.kernel_audit.kernels import written
 from tests.terminal import in_terminal
@@ -32,7 +35,7 @@ def test_exit_codes_and_files(audit, tmp_path, name, code, verdict):
     found, out, err = audit(name, *GATE, "--out", folder)
     report = json.loads((folder / "audit.json").read_text())
     assert found == code and report["verdict"].startswith(verdict)
-    assert sorted(f.name for f in folder.iterdir()) == ["audit.json", "audit.md"]
+    assert sorted(f.name for f in folder.iterdir()) == ["audit.json", "audit.md", "audit.sarif", "audit.xml"]
     assert (folder / "audit.md").read_text().startswith(f"# {report['verdict']} rms_norm")
     assert out.strip().startswith(f"{report['verdict']} rms_norm") and "Traceback" not in out + err
 
@@ -45,6 +48,65 @@ def test_json_is_one_document_and_a_seed_repeats_it(audit):
         assert code == 1 and report["seed"] == 1
         reports.append({k: v for k, v in report.items() if k != "about"})
     assert reports[0] == reports[1]
+
+
+def test_machines_read_the_findings_as_junit_and_sarif(audit, tmp_path):
+    waivers = [dict(probe="gate", name="*", where="random*", reason="known", expires="2999-01-01")]
+    waivers[0]["name"] = "results are those of fp64, as near as an honest kernel's"
+    (tmp_path / "waivers.json").write_text(json.dumps(waivers))
+    _, out, _ = audit("wrong", *GATE, "--out", tmp_path / "found", "--waivers", tmp_path / "waivers.json", "--json")
+    report = json.loads(out)
+    gate = next(row for row in report["clauses"] if row["clause"] == "gate")
+    suites = ElementTree.parse(tmp_path / "found" / "audit.xml").getroot()
+    suite = next(s for s in suites if s.get("name") == "gate")
+    assert int(suite.get("tests")) == gate["checks"] and int(suite.get("failures")) == gate["findings"] > 0
+    assert int(suite.get("skipped")) == len(report["waived"]) > 0
+    [run] = json.loads((tmp_path / "found" / "audit.sarif").read_text())["runs"]
+    assert sum(r["level"] == "error" for r in run["results"]) == gate["findings"]
+
+
+def test_one_case_of_a_report_is_run_again(audit, command_line, tmp_path, monkeypatch):
+    audit("wrong", *GATE, "--out", tmp_path / "found")
+    again = lambda *more: command_line("kernel", "replay", tmp_path / "found" / "audit.json", *more)
+    monkeypatch.chdir(tmp_path)  # where the kernel lies: reports have no paths
+    code, out, _ = again("--out", tmp_path / "case")
+    findings = [line for line in out.splitlines() if line.startswith("gate:")]
+    assert code == 1 and len(findings) == 1 and "1 row, float32" in findings[0]  # the smallest
+    held = load_file(tmp_path / "case" / "case.safetensors")
+    assert {"argument.x", "argument.weight", "expected.y", "found.y"} == set(held)
+    x, weight = held["argument.x"].double(), held["argument.weight"].double()
+    exact = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+    assert torch.allclose(exact, held["expected.y"]) and not torch.allclose(exact, held["found.y"].double(), rtol=1e-5)
+    assert f"found    {held['found.y'][0, 0]:.5g} " in out and f"expected {held['expected.y'][0, 0]:.5g} " in out
+    code, out, _ = again("--kernel", "mine.py:good")
+    assert code == 0 and "no finding of gate" in out
+    (tmp_path / "mine.py").write_text((tmp_path / "mine.py").read_text() + "\n")
+    assert "mine.py has changed since the report was written" in again()[2]
+
+
+def test_a_replay_that_cannot_run_says_why_in_one_line(audit, command_line, tmp_path, monkeypatch):
+    audit("wrong", *GATE, "--out", tmp_path / "found")
+    audit("good", *GATE, "--out", tmp_path / "sound")
+    (tmp_path / "other.json").write_text("[]")
+    for words, why in (
+        (("found/audit.json",), "mine.py is not here; name the kernel"),
+        (
+            ("found/audit.json", "no such case", "--kernel", tmp_path / "mine.py:wrong"),
+            "has 'no such case' in its name",
+        ),
+        (("sound/audit.json", "--kernel", tmp_path / "mine.py:good"), "the report has no finding; name a case"),
+        (("other.json",), "is none of dsv4 kernel audit"),
+        (("absent.json",), "cannot be read: No such file"),
+    ):
+        code, out, err = command_line("kernel", "replay", tmp_path / words[0], *words[1:])
+        assert code == 2 and not out and why in err and err.count("\n") == 1, err
+
+
+def test_only_the_named_cases_are_asked(audit):
+    code, out, _ = audit("good", *GATE, "--case", "heads", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["verdict"] == "PASS, limited" and report["case"] == "heads"
+    assert report["checks"] and all("heads" in c["where"] for c in report["checks"])
 
 
 def test_clauses_that_were_not_asked_for_are_not_run(audit):
