@@ -159,16 +159,17 @@ def _low(q, window, kept, form, rope, scale, draw):
 
 
 def sparse_timed(w, draw):
-    """One decode step of a CSA layer: full lists into the rows of each sequence, packed."""
-    H, D, W, K = w.num_attention_heads, w.head_dim, w.sliding_window, w.index_topk
-    for N in (1, 8, 32, 128):
+    """One decode step of a CSA layer: full lists into the rows of each sequence, packed, and plain where those of a few
+    sequences fit."""
+    H, D, W, K, rope = w.num_attention_heads, w.head_dim, w.sliding_window, w.index_topk, w.qk_rope_head_dim
+    for form, N in (*((RowFormat.KV_FP8, N) for N in (1, 8, 32, 128)), (None, 1), (None, 32)):
         each = 2 * K
         near = torch.arange(W) + W * torch.arange(N).unsqueeze(1)
         far = draw.choose(each, N, K) + each * torch.arange(N).unsqueeze(1)
-        window = draw.packed(RowFormat.KV_FP8, draw.rand(N * W, D), w.qk_rope_head_dim)
-        entries = draw.packed(RowFormat.KV_FP8, draw.rand(N * each, D), w.qk_rope_head_dim)
+        window, entries = (pool(draw.rand(n, D), form, rope, draw) for n in (N * W, N * each))
         sink = draw.shuffled(torch.linspace(-4, 4, H))
-        yield Case(f"{N} sequences", "timed", (draw.act(N, H, D), window, near, entries, far, sink, D**-0.5, True, 1))
+        label = f"{N} sequences" if form else f"{N} sequences, plain rows"
+        yield Case(label, "timed", (draw.act(N, H, D), window, near, entries, far, sink, D**-0.5, True, 1))
 
 
 def sparse_work(q, window, window_index, entries, entry_index, *rest) -> Work:
