@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from dsv4.kernels.cache_rows import PackedRows
-from dsv4.kernels.contract import outcome
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.errors import BackendUnavailable
 from dsv4.kernels.staging import SlotTable
@@ -17,7 +16,7 @@ from dsv4.probes.backend_cases import Case, cases_beside
 from dsv4.probes.compile_ahead import compile_ahead
 from dsv4.probes.contract_cases import truths
 from dsv4.probes.kernel_audit.acceptance import Truth
-from dsv4.probes.kernel_audit.harness import placed, plain, taken
+from dsv4.probes.kernel_audit.harness import placed, results_of, taken
 from dsv4.probes.kernel_audit.scene import LIMIT
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
@@ -115,8 +114,7 @@ def judged(name: str, mine: Callable, truth: Truth, dtype: torch.dtype, device: 
     try:
         arguments = placed(truth.case.arguments[: taken(mine, truth.contract, False)], device)
         returned = mine(*arguments)
-        plain(returned)
-        found = [None if t is None else t.cpu() for t in outcome(truth.contract, returned, arguments)]
+        found = [None if t is None else t.cpu() for t in results_of(truth.contract, returned, arguments)]
     except Exception as error:  # an implementation under audit may raise anything
         note = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         return Check("the operation takes these inputs", Status.ERROR, where, name, note=note)

@@ -87,18 +87,24 @@ class Harness:
         return first if self.bits(fresh(), templates) == first else None
 
     def results(self, returned, arguments: tuple) -> list[torch.Tensor]:
-        """Returned tensors and those that were written in place, in the order of the contract's outputs. Raises
-        SubjectFailed where an argument that is overwritten and returned is returned as another tensor."""
+        """Returned tensors and those that were written in place, in the order of the contract's outputs: see
+        `results_of`."""
         given = plain(returned)
         if self.spec.without_state:
             return given
-        found = outcome(self.contract, returned, arguments)
-        for output, t in zip(self.contract.outputs, given if len(given) == len(found) else ()):
-            place = output.argument
-            if place is not None and next(tensors(arguments[place])).data_ptr() != t.data_ptr():
-                name = self.contract.arguments[place].name
-                raise SubjectFailed(f"{name} is returned as another tensor; expected the argument, overwritten")
-        return found
+        return results_of(self.contract, returned, arguments)
+
+
+def results_of(contract: Contract, returned, arguments: tuple) -> list[torch.Tensor | None]:
+    """The results of one call in the order of the contract's outputs. Raises SubjectFailed where an argument that is
+    overwritten and returned is returned as another tensor: callers may take either."""
+    given, found = plain(returned), outcome(contract, returned, arguments)
+    for output, t in zip(contract.outputs, given if len(given) == len(found) else ()):
+        place = output.argument
+        if place is not None and next(tensors(arguments[place])).data_ptr() != t.data_ptr():
+            name = contract.arguments[place].name
+            raise SubjectFailed(f"{name} is returned as another tensor; expected the argument, overwritten")
+    return found
 
 
 def plain(returned) -> list[torch.Tensor]:

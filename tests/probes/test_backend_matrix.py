@@ -60,6 +60,8 @@ def wrong(name: str, real):
         return lambda rows, slots, values: real(rows, slots, values * 1.1)
     if name == "store_rows":
         return lambda raw, *rest: real(raw * 1.1, *rest)
+    if name == "rotate":
+        return lambda x, cis: real(x.mul_(1.1), cis)
     return lambda *args: off(real(*args))
 
 
@@ -73,6 +75,13 @@ def test_each_has_inputs_at_which_a_fault_shows(subject, monkeypatch, name):
     planted(monkeypatch, name, lambda real: wrong(name, real))
     found = BackendMatrix().run(subject)
     assert {c.part for c in found if c.status is Status.FAIL} == {name}
+
+
+def test_what_is_overwritten_may_not_be_returned_as_another_tensor(subject, monkeypatch):
+    """Layers take what `rotate` returns, its contract what it wrote."""
+    planted(monkeypatch, "rotate", lambda real: lambda x, cis: 1.1 * real(x, cis))
+    mine = [c for c in BackendMatrix().run(subject) if c.part == "rotate"]
+    assert mine and all(c.status is Status.ERROR and "x is returned as another tensor" in c.note for c in mine)
 
 
 FORMATS = ("dense", "fp8", "mxfp4", "nvfp4")

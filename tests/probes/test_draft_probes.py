@@ -164,13 +164,19 @@ def test_logits_of_a_neighbouring_place_are_told():
     assert verification.shifted(torch.randn(1, 4, 50, generator=g), wanted) == ""
 
 
+ROW = [0, 0, 0, 0.541, 0.115, 0.064, 0.098, 0.084, 0.072, 0.112]
+
+
 @pytest.mark.every
-def test_a_value_beside_a_rounding_boundary_is_no_finding_in_a_row_of_simulated_formats():
-    """Errors as measured in a sound row whose fourth token rounded otherwise; a row of other tokens errs by about 1."""
-    row = torch.tensor([0, 0, 0, 0.541, 0.115, 0.064, 0.098, 0.084, 0.072, 0.112])
-    for numerics in ("qat", "qat:fp32"):
-        value, _, limit = agreeing(row, numerics, chained=True)
-        assert value <= limit and not agreeing(row + 1, numerics, chained=True)[0] <= limit
-        independent, _, limit = agreeing(row, numerics)
-        assert independent > limit
+@pytest.mark.parametrize(
+    "numerics,measured", [("qat", ROW), ("qat:fp32", ROW), ("native", [0.004] * 8 + [0.051, 0.056])]
+)
+def test_a_value_beside_a_boundary_is_no_finding_in_a_row_of_rounded_numbers(numerics, measured):
+    """Errors as measured in sound rows, one token of which rounded or picked otherwise; a row of other tokens errs by
+    about 1."""
+    row = torch.tensor(measured)
+    value, _, limit = agreeing(row, numerics, chained=True)
+    assert value <= limit and not agreeing(row + 1, numerics, chained=True)[0] <= limit
+    independent, _, limit = agreeing(row, numerics)
+    assert independent > limit
     assert agreeing(row, "fp32", chained=True) == agreeing(row, "fp32")
