@@ -20,6 +20,7 @@ from pathlib import Path
 from dsv4.kernels.contracts import FOLDERS
 from dsv4.probes.kernel_audit.adapters import adapters
 from dsv4.probes.kernel_audit.bench import NEEDED
+from dsv4.probes.kernel_audit.bench_document import bits_differ
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 OURS = "ours"
@@ -104,7 +105,8 @@ def speeds(benches: list[dict]) -> dict[tuple[str, str], str]:
             for time in row["times"]:
                 if time["ratio"] is not None and time["verdict"] == "right":
                     ratio, low, high = time["ratio"]
-                    told = f"{ratio:.2f} [{low:.2f}, {high:.2f}] ({row['label']})"
+                    about = "; ".join(filter(None, (row["label"], bits_differ(time))))
+                    told = f"{ratio:.2f} [{low:.2f}, {high:.2f}] ({about})"
                     found.setdefault((bench["operation"], time["kernel"]), []).append(told)
     return {key: "; ".join(dict.fromkeys((told[0], told[-1]))) for key, told in found.items()}
 

@@ -12,7 +12,7 @@ from dsv4.kernels.contract import Case, tensors
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.widths import WIDTHS
-from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
+from dsv4.probes.kernel_audit.acceptance import Judgement, Truth, truth_of
 from dsv4.probes.kernel_audit.adapters import adapter
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.errors import KernelAuditError
@@ -29,7 +29,8 @@ NEEDED = "gate", "calls", "capture"  # clauses of the audit before a kernel is t
 @dataclass(frozen=True)
 class Time:
     """One kernel on one row. verdict: 'right', 'SUSPECT …' or why it has no time; ratio: of the first kernel's time to
-    this one's, with a 95 % interval."""
+    this one's, with a 95 % interval; looked: timed replays whose results were looked at; unsteady: those of them whose
+    results differ from those of the first. The ones that differ most were judged, and are within the limit."""
 
     kernel: str
     verdict: str
@@ -38,6 +39,8 @@ class Time:
     share: float | None = None
     ratio: tuple[float, float, float] | None = None
     nodes: int | None = None
+    looked: int = 0
+    unsteady: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,15 @@ def _row(contract, case: Case, specs, verdicts, worker, device: dict, replays: i
     ready = [s for s in asked if not why.get(s.kernel)]
     found = worker.ask(race, ready, case.arguments, replays) if ready else {"empty": None}
     first = next((i for i, s in enumerate(ready) if s.kernel == specs[0].kernel), None)
-    times = []
+    times, names = [], [s.kernel for s in ready]
     for spec in specs:
         reason = why.get(spec.kernel)
         if reason:
             times.append(Time(spec.kernel, reason))
         else:
-            times.append(_time(found, [s.kernel for s in ready].index(spec.kernel), first, spec, floor))
+            i = names.index(spec.kernel)
+            worst = max((_judge(contract, case, spec, r, truth) for r in found["judged"][i]), key=lambda j: j.ratio)
+            times.append(_time(found, i, first, spec, floor, worst))
     return Row(case.label, work.bytes, work.flops, work.formula, floor, found["empty"], times)
 
 
@@ -125,24 +130,31 @@ def _wrong(contract, case: Case, spec: SubjectSpec, found, truth: Callable[[str]
     """Why a kernel's results on a timed case are not right, None if they are. truth: of an accuracy class."""
     if isinstance(found, str):
         return found
-    accuracy = spec.accuracy or contract.default(
-        next(t.dtype for t in tensors(case.arguments) if t.is_floating_point())
-    )
-    judgement = truth(accuracy).judge(found)
+    judgement = _judge(contract, case, spec, found, truth)
     return None if judgement.ratio <= 1 else f"wrong: {judgement.ratio:.3g} × limit at {judgement.place}"
 
 
-def _time(found: dict, i: int, first: int | None, spec: SubjectSpec, floor: float) -> Time:
+def _judge(contract, case: Case, spec: SubjectSpec, found: list, truth: Callable[[str], Truth]) -> Judgement:
+    """Results of a kernel on a timed case, by the accuracy class that it promises."""
+    accuracy = spec.accuracy or contract.default(
+        next(t.dtype for t in tensors(case.arguments) if t.is_floating_point())
+    )
+    return truth(accuracy).judge(found)
+
+
+def _time(found: dict, i: int, first: int | None, spec: SubjectSpec, floor: float, worst: Judgement) -> Time:
+    """worst: the worst judgement of the first replay and of those that wrote other bits."""
     cold, hot, nodes = median(found["cold"][i]), median(found["hot"][i]), found["nodes"][i]
-    verdict = "right"
-    if found["wrong"][i]:
-        verdict = f"SUSPECT: {found['wrong'][i]} replays wrote something else"
+    verdict, unsteady = "right", found["unlike"][i]
+    if not worst.ratio <= 1:
+        verdict, unsteady = f"SUSPECT: a replay's result is {worst.ratio:.3g} × limit at {worst.place}", 0
     elif nodes == 0:
         verdict = "SUSPECT: its graph is empty"
     elif cold < SUSPECT * floor:
         verdict = f"SUSPECT: {cold / floor:.2f} of the floor"
     ratio = None if first is None else ratio_of(found["cold"][first], found["cold"][i])
-    return Time(spec.kernel, verdict, round(cold, 2), round(hot, 2), round(floor / cold, 3), ratio, nodes)
+    share, looked = round(floor / cold, 3), found["looked"][i]
+    return Time(spec.kernel, verdict, round(cold, 2), round(hot, 2), share, ratio, nodes, looked, unsteady)
 
 
 def ratio_of(base: list[float], other: list[float]) -> tuple[float, float, float]:

@@ -1,32 +1,81 @@
 """Timing beside the kernels: pairs of graph replays on the same inputs, in turn, in one process.
 
-What replays write is looked at: results are filled with NaN before a tenth of them and compared afterwards.
+Results are filled with NaN before a tenth of the replays and compared afterwards. Those of the first replay go back to
+the parent, which knows what is right, and so do some of those that differ from them.
 """
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
-from dsv4.kernels.contract import tensors
+from dsv4.kernels.contract import ordered, tensors
 from dsv4.kernels.contracts import contract_of
-from dsv4.probes.kernel_audit.harness import placed, raw, taken
+from dsv4.probes.kernel_audit.harness import placed, plain, raw, results_of, taken
 from dsv4.probes.kernel_audit.subject import SubjectSpec, resolve
 from dsv4.timing import Clock, capture, count_kernels
 
 SETS = 3  # copies of the inputs at other addresses
+KEPT = 3  # results of a kernel that differ from the first and are judged
+
+
+@dataclass
+class Captured:
+    """The graph of a kernel on one copy of a case's arguments. source: the case's own arguments; returned: what the
+    captured call returned, which replays write."""
+
+    spec: SubjectSpec
+    source: tuple
+    arguments: tuple
+    graph: object
+    returned: object
+    finish: Callable
+
+    def spoil(self) -> None:
+        """Fill the results with NaN or -7. Arguments that a call may overwrite are as they were in the case."""
+        for t in tensors(self.returned):
+            t.fill_(float("nan")) if t.is_floating_point() else t.fill_(-7)
+        contract = contract_of(self.spec.operation)
+        for i, (mine, own) in enumerate(zip(self.arguments, self.source)):
+            if i in contract.written or contract.arguments[i].scratch:
+                for t, before in zip(tensors(mine), tensors(own), strict=True):
+                    t.copy_(before)
+
+    def results(self) -> list:
+        """What the last replay wrote, in the contract's form."""
+        return results(self.spec, self.finish(self.returned), self.arguments)
 
 
 @dataclass
 class Replays:
-    """One kernel on one case: its graphs, the results that they write, and what the first of them were."""
+    """One kernel on one case: its graphs, the first results, and what became of them in the replays that were looked
+    at. kept: (distance, results in host memory) of those that differ, the farthest first."""
 
-    graphs: list
-    results: list
+    sets: list[Captured]
     first: list
     nodes: int | None
-    eager: float
+    looked: int = 0
+    unlike: int = 0
+    kept: list[tuple[float, list]] = field(default_factory=list)
+
+    def look(self, which: int) -> None:
+        """Compare what a replay of a set wrote with the first results, bit by bit; indices may come in any order."""
+        found = self.sets[which].results()
+        rules = [o.rule for o in contract_of(self.sets[which].spec.operation).outputs]
+        pair = ordered(found, rules), ordered(self.first, rules)
+        self.looked += 1
+        if all(_same_bits(a, b) for a, b in zip(*pair)):
+            return
+        self.unlike += 1
+        far = max(_distance(a, b) for a, b in zip(*pair))
+        if len(self.kept) < KEPT or far > self.kept[-1][0]:
+            self.kept = sorted([*self.kept, (far, raw(found))], key=lambda k: -k[0])[:KEPT]
+
+    def judged(self) -> list[list]:
+        """Results that must be right, in host memory: the first and those that were kept."""
+        return [raw(self.first), *(found for _, found in self.kept)]
 
 
 def prepared(spec: SubjectSpec, arguments: tuple):
@@ -38,26 +87,30 @@ def prepared(spec: SubjectSpec, arguments: tuple):
     return lambda: function(*arguments[:count]), lambda result: result
 
 
+def results(spec: SubjectSpec, returned, arguments: tuple) -> list:
+    """The results of a call in the order of the contract's outputs, those too that were written in place."""
+    return plain(returned) if spec.without_state else results_of(contract_of(spec.operation), returned, arguments)
+
+
 def captured(spec: SubjectSpec, arguments: tuple, sets: int) -> Replays:
     """Graphs of a kernel on `sets` copies of the arguments."""
-    graphs, results, first, seconds = [], [], None, 0.0
+    made = []
     for _ in range(sets):
         mine = placed(arguments, spec.device)
         run, finish = prepared(spec, mine)
-        held: list = []
+        returned: list = []
 
-        def call(run=run, held=held):
-            held[:] = list(tensors(run()))
-            return held
+        def call(run=run, returned=returned):
+            returned[:] = [run()]
+            return returned
 
         graph = capture(call)
+        made.append(Captured(spec, arguments, mine, graph, returned[0], finish))
+        made[-1].spoil()
         graph.replay()
         torch.cuda.synchronize()
-        graphs.append(graph)
-        results.append(held)
-        if first is None:
-            first = [t.clone() for t in held]
-    return Replays(graphs, results, first, count_kernels(graphs[0]), seconds)
+    first = [None if t is None else t.clone() for t in made[0].results()]
+    return Replays(made, first, count_kernels(made[0].graph))
 
 
 def answers(harness, specs: list[SubjectSpec], arguments: tuple) -> list:
@@ -65,56 +118,56 @@ def answers(harness, specs: list[SubjectSpec], arguments: tuple) -> list:
     found = []
     for spec in specs:
         try:
-            run, finish = prepared(spec, placed(arguments, spec.device))
-            found.append(raw(list(tensors(finish(run())))))
+            mine = placed(arguments, spec.device)
+            run, finish = prepared(spec, mine)
+            found.append(raw(results(spec, finish(run()), mine)))
         except Exception as error:
             found.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}")
     return found
 
 
 def race(harness, specs: list[SubjectSpec], arguments: tuple, replays: int) -> dict:
-    """Cold and hot µs of each kernel, replay by replay, in random order; nodes; replays whose results were not those of
-    the first; an empty graph's time."""
+    """Cold and hot µs of each kernel, replay by replay, in random order; nodes; how many replays were looked at, how
+    many of them wrote other bits than the first, and results to be judged; an empty graph's time."""
     clock, order = Clock(), random.Random(0)
     size = sum(t.numel() * t.element_size() for t in tensors(arguments))
     sets = SETS if size < 128 << 20 else 1
     works = [captured(spec, arguments, sets) for spec in specs]
-    cold, hot, wrong = [[] for _ in specs], [[] for _ in specs], [0] * len(specs)
+    cold, hot = [[] for _ in specs], []
     for i in range(replays):
         for k in order.sample(range(len(specs)), len(specs)):
             work, which = works[k], i % sets
             looked = order.random() < 0.1 or i == 0
             if looked:
-                _spoil(work.results[which])
-            cold[k].append(clock.once(work.graphs[which].replay, cold=True))
-            if looked and not _same(work.results[which], work.first):
-                wrong[k] += 1
-    for k in range(len(specs)):
-        clock.once(works[k].graphs[0].replay, cold=False)
-        hot[k] = [clock.once(works[k].graphs[0].replay, cold=False) for _ in range(replays)]
-    return {"cold": cold, "hot": hot, "wrong": wrong, "nodes": [w.nodes for w in works], "empty": _empty(clock)}
+                work.sets[which].spoil()
+            cold[k].append(clock.once(work.sets[which].graph.replay, cold=True))
+            if looked:
+                work.look(which)
+    for work in works:
+        replay = work.sets[0].graph.replay
+        clock.once(replay, cold=False)
+        hot.append([clock.once(replay, cold=False) for _ in range(replays)])
+    told = {name: [getattr(w, name) for w in works] for name in ("nodes", "looked", "unlike")}
+    return {"cold": cold, "hot": hot, **told, "judged": [w.judged() for w in works], "empty": _empty(clock)}
 
 
-def _spoil(results: list) -> None:
-    for t in results:
-        t.fill_(float("nan")) if t.is_floating_point() else t.fill_(-7)
+def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
-def _same(found: list, wanted: list) -> bool:
-    """Equal as far as atomics allow: indices in any order, floats within a thousandth."""
-    for a, b in zip(found, wanted):
-        if not a.is_floating_point():
-            if not torch.equal(a.sort(-1).values, b.sort(-1).values):
-                return False
-        elif not torch.allclose(
-            a.float(),
-            b.float(),
-            rtol=1e-3,
-            atol=1e-3 * b.float().nan_to_num(0, 0, 0).abs().max().item(),
-            equal_nan=True,
-        ):
-            return False
-    return True
+def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """How far results lie apart: the largest difference over the largest number, infinite where one alone is NaN; of
+    whole numbers the share that differs."""
+    if a is None or b is None or not a.numel():
+        return 0.0
+    if not a.is_floating_point():
+        return (a != b).float().mean().item()
+    a, b = a.float(), b.float()
+    same = (a == b) | a.isnan() & b.isnan()
+    apart = torch.where(same, 0.0, (a - b).abs()).nan_to_num(float("inf"), float("inf")).max().item()
+    return apart / max(b.nan_to_num(0, 0, 0).abs().max().item(), 1e-30)
 
 
 def _empty(clock: Clock) -> float:
