@@ -51,8 +51,9 @@ class Bench:
     device: str = "cpu"
 
     def where(self, backend: str) -> tuple[str, str]:
-        """(backend, device) of a subject: on the training backend in host memory, where it takes every shape."""
-        return ("training", "cpu") if backend == "training" else (backend or self.backend, self.device)
+        """(backend, device) of a subject: a fault of a backend by name is planted in host memory, where the training
+        backend takes every shape and the cpu backend always runs."""
+        return (backend, "cpu") if backend in ("training", "cpu") else (backend or self.backend, self.device)
 
     @property
     def resolved(self) -> str:

@@ -111,8 +111,8 @@ class Mutation:
 
     parts: words of which a finding must name one (in its part, where or name) to have found this fault and not just
     some symptom; probes: those that are asked first, for speed (the others follow); numerics, profile, caches: of the
-    subject it is planted in (caches: formats of the main cache and of the index keys); backend: 'training' for a fault
-    of that backend, which runs on the CPU; '' for the one that is asked for.
+    subject it is planted in (caches: formats of the main cache and of the index keys); backend: 'training' or 'cpu' for
+    a fault that only this backend can have, planted in host memory; '' for the backend that is asked for.
     """
 
     name: str

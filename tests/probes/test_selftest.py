@@ -274,6 +274,14 @@ def test_sound_subjects_of_all_numerics_are_asked_for():
     assert {(c.profile, c.numerics) for c in asked} >= of_gqa
 
 
+def test_a_fault_of_a_host_backend_is_planted_there_whatever_the_device():
+    """On a GPU a pass is one append anyway, so this fault would change nothing there."""
+    on_gpu, fault = Bench(Path(), "triton", "cuda"), BY_NAME["verification as one append"]
+    assert on_gpu.where(fault.backend) == ("cpu", "cpu")
+    assert on_gpu.where(BY_NAME["verified one place late"].backend) == ("triton", "cuda")
+    assert any((c.numerics, c.backend) == ("native", "cpu") for c in settings([fault], "triton", everything=False))
+
+
 def test_a_sound_subject_is_green_and_a_fault_in_it_is_not(bench, monkeypatch):
     monkeypatch.setattr(selftest, "available", lambda: ["dtype_ledger", "edges", "mhc"])
     clean = audit_clean(Clean("default", "fp32", "cpu"), bench)
