@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 
 import torch
@@ -34,7 +34,13 @@ def unpacked(data: bytes):
 
 def serve(connection, spec: SubjectSpec, threads: int) -> None:
     """Body of the process: (function, arguments) → ('ok', result) or ('failed' | 'refused' | 'lost', message). It ends
-    behind 'lost': the device answers nothing more in this process."""
+    behind 'lost': the device answers nothing more in this process. It ends without a word where the parent has gone, as
+    it has after Ctrl-C."""
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _answer_all(connection, spec, threads)
+
+
+def _answer_all(connection, spec: SubjectSpec, threads: int) -> None:
     from dsv4.probes.kernel_audit.harness import Harness
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -43,15 +49,12 @@ def serve(connection, spec: SubjectSpec, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         harness = Harness(spec)
-        connection.send_bytes(packed(("ok", None)))
     except BaseException as error:
         connection.send_bytes(packed(("failed", _said(error))))
         return
+    connection.send_bytes(packed(("ok", None)))
     while True:
-        try:
-            function, arguments = unpacked(connection.recv_bytes())
-        except EOFError:
-            return
+        function, arguments = unpacked(connection.recv_bytes())
         try:
             answer = "ok", function(harness, *arguments)
         except SubjectFailed as error:

@@ -97,3 +97,14 @@ print(audit_kernel(SubjectSpec("rms_norm", "reference"), only=("gate",)).verdict
 """
     found = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, check=False)
     assert found.stdout == "PASS, limited\n" and "Traceback" not in found.stderr, found.stderr
+
+
+def test_a_process_whose_parent_has_gone_ends_without_a_word():
+    code = (
+        "from multiprocessing import Pipe\n"
+        "from dsv4.probes.kernel_audit.subject import SubjectSpec\n"
+        "from dsv4.probes.kernel_audit.worker import serve\n"
+        "kept, gone = Pipe()\ngone.close()\nserve(kept, SubjectSpec('rms_norm', 'reference'), 1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
