@@ -11,8 +11,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv4.moved import install
+
 if TYPE_CHECKING:
-    from dsv4.load import load_model
+    from dsv4.model.load import load_model
 
 __version__ = "0.2.0"
 __all__ = ["__version__", "load_model"]
@@ -23,9 +25,12 @@ if (_checkout / "pyproject.toml").is_file() and (_checkout / "kernels" / "operat
     __path__.append(str(_checkout))
 
 
+install()
+
+
 def __getattr__(name: str):
     if name == "load_model":
-        from dsv4.load import load_model
+        from dsv4.model.load import load_model
 
         return load_model
     raise AttributeError(f"module 'dsv4' has no attribute {name!r}")

@@ -1,3 +1,3 @@
-from dsv4.cli import main
+from dsv4.commands.cli import main
 
 main()

@@ -7,7 +7,7 @@ falls back silently:
 - `reference`: plain torch, the definition. Always complete.
 - `cpu`: the reference, with the few operations replaced that have an implementation
   arranged for low latency on a host processor. Asked for by name, or by `auto` on a CPU.
-- `training`: differentiable forms over whole sequences (see `dsv4.sequence`); the reference
+- `training`: differentiable forms over whole sequences (see `dsv4.cache.sequence`); the reference
   where it is differentiable itself.
 - `triton`: GPU kernels. Every operation must have one, or binding raises.
 

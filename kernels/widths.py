@@ -1,4 +1,5 @@
-"""Widths of models by name, for contracts: what a kernel sees of a config. Fields are named as in `dsv4.config`."""
+"""Widths of models by name, for contracts: what a kernel sees of a config. Fields are named as in
+`dsv4.model.config`."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Self

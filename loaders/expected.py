@@ -26,7 +26,7 @@ def official_tensors(
 ) -> Tensors:
     """Official name → (dtype, shape) of every tensor.
 
-    config: dsv4.config.ModelConfig. dense: 'FP8' (official) or a float dtype for the attention and
+    config: dsv4.model.config.ModelConfig. dense: 'FP8' (official) or a float dtype for the attention and
     shared-expert matrices; experts: 'MXFP4', 'FP8', 'NVFP4' or a float dtype for routed experts (NVFP4
     for backbone experts only; those of MTP blocks stay MXFP4). scale: dtype of FP8 block scales.
     """

@@ -8,19 +8,19 @@ from datetime import date
 from pathlib import Path
 from types import MappingProxyType
 
-from dsv4 import user_kernels
 from dsv4.errors import InputError
 from dsv4.kernels.replacing import Replacement
-from dsv4.numerics import NUMERICS
-from dsv4.probes.difference import difference
-from dsv4.probes.formats import json_report
+from dsv4.model.numerics import NUMERICS
 from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
-from dsv4.probes.provenance import provenance
-from dsv4.probes.report import Report, Section, write
+from dsv4.probes.report import json_report
+from dsv4.probes.report.difference import difference
+from dsv4.probes.report.files import Report, Section, write
+from dsv4.probes.report.provenance import provenance
 from dsv4.probes.result import Check, Status, vacuous
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.foreign import is_foreign, open_foreign
-from dsv4.threads import limited_threads
+from dsv4.runtime import user_kernels
+from dsv4.runtime.threads import limited_threads
 
 KERNELS, LEDGER = "user_kernels", "the dispatch ledger: what never ran was not audited"
 SUBJECTS = (

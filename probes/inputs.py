@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from dsv4.probes.measure import tokens
+from dsv4.model.config import ModelConfig
+from dsv4.probes.compare import tokens
 from dsv4.probes.subject import Subject
 
 MOST = 2048  # tokens by default: the oracle is in float64, and attention is quadratic
@@ -31,7 +31,7 @@ def ids_for(subject: Subject, checkpoint: Path, text: Path | None, count: int | 
     T = count or enough(subject.config)
     if text is None:
         return tokens(subject, T, seed)
-    from dsv4.tokenizer import Tokenizer
+    from dsv4.model.tokenizer import Tokenizer
 
     try:
         content = Path(text).read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import os
 
-from dsv4.threads import usable_processors
+from dsv4.runtime.threads import usable_processors
 
 __all__ = ["gpu_names", "usable_processors"]
 

@@ -1,5 +1,7 @@
-"""`python -m dsv4.probes.NAME CHECKPOINT --out FILE.md`: one probe from the shell. Exit codes are those of `dsv4
-audit`."""
+"""`python -m dsv4.probes.catalogue.NAME CHECKPOINT --out FILE.md`: one probe from the shell.
+
+Exit codes are those of `dsv4 audit`.
+"""
 
 import argparse
 import sys
@@ -14,9 +16,9 @@ def main(probe: type) -> None:
     """Run the probe of that name on the command line's checkpoint, and exit: 0 clean, 1 findings, 2 it could not run.
 
     `python -m` runs a file a second time under the name __main__; only the name of its class is taken from there, so
-    that the probe that runs is the one that `probes.NAME` defines.
+    that the probe that runs is the one that `probes.catalogue.NAME` defines.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m dsv4.probes.{probe.name}", description=probe.title)
+    parser = argparse.ArgumentParser(prog=f"python -m dsv4.probes.catalogue.{probe.name}", description=probe.title)
     parser.add_argument("checkpoint", type=Path, help="checkpoint directory")
     parser.add_argument(
         "--out", type=Path, help="write the summary to FILE.md, with FILE.json and the page FILE.html beside it"
@@ -48,14 +50,14 @@ def main(probe: type) -> None:
 def run(name: str, given: argparse.Namespace) -> int:
     """The report of one probe, to the file or to stdout; the exit code. Raises Dsv4Error."""
     from dsv4.probes.audit import audit, open_subject
-    from dsv4.probes.formats import json_report, markdown, page
-    from dsv4.probes.report import write_files
+    from dsv4.probes.report import json_report, markdown, page
+    from dsv4.probes.report.files import write_files
 
     writable(given.out, file=True)
     subject = open_subject(
         given.checkpoint, given.subject, given.numerics, given.backend, given.device, given.cache, given.index_cache
     )
-    command = ["python", "-m", f"dsv4.probes.{name}", *sys.argv[1:]]
+    command = ["python", "-m", f"dsv4.probes.catalogue.{name}", *sys.argv[1:]]
     report = audit(subject, [name], given.seed, given.effort, command=command)
     if given.out is None:
         print(markdown.render(report, name))

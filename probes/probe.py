@@ -80,14 +80,16 @@ class Probe:
 
 def available() -> list[str]:
     """Names of the catalogue, and of the additional probes, whose files exist."""
-    return [name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"dsv4.probes.{name}") is not None]
+    return [
+        name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"dsv4.probes.catalogue.{name}") is not None
+    ]
 
 
 def probe_named(name: str) -> type[Probe]:
     """The probe class of a file. Raises Dsv4Error listing the names."""
     if name not in available():
         raise Dsv4Error(f"probe {name!r} is unknown; expected one of {', '.join(available())}")
-    module = importlib.import_module(f"dsv4.probes.{name}")
+    module = importlib.import_module(f"dsv4.probes.catalogue.{name}")
     classes = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Probe) and v is not Probe)
     return next(v for v in classes if v.name == name)
 

@@ -62,9 +62,9 @@ class Capture:
 class Subject:
     """The interface. A subject implements what it `can` and leaves the rest.
 
-    name: for the report; family: one of FAMILIES; config: dsv4.config.ModelConfig, of GQA models GQAConfig; numerics:
-    how its numbers are held, by the names of dsv4.numerics, or 'bf16' / 'fp32' for others; provenance: what identifies
-    it (paths, versions, hashes); without: capabilities that such a subject cannot have, or probes by
+    name: for the report; family: one of FAMILIES; config: dsv4.model.config.ModelConfig, of GQA models GQAConfig;
+    numerics: how its numbers are held, by the names of dsv4.model.numerics, or 'bf16' / 'fp32' for others; provenance:
+    what identifies it (paths, versions, hashes); without: capabilities that such a subject cannot have, or probes by
     name, and why: those probes, and probes that need such a capability, do not apply.
     """
 

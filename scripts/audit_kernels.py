@@ -28,9 +28,9 @@ from dsv4.probes.kernel_audit.clauses import ORDER
 from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
-from dsv4.probes.provenance import called, command_line, date, device
-from dsv4.probes.report import write_files
-from dsv4.probes.waivers import holding
+from dsv4.probes.report.files import write_files
+from dsv4.probes.report.provenance import called, command_line, date, device
+from dsv4.probes.report.waivers import holding
 from scripts import kernel_table
 from scripts.kernel_table import OURS
 

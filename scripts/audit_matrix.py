@@ -26,10 +26,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.kernels.errors import Dsv4Error
-from dsv4.probes.compile_ahead import compile_ahead
 from dsv4.probes.journal import Kept
 from dsv4.probes.machine import gpu_names
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.compile_ahead import compile_ahead
 from dsv4.probes.subjects.files import FilesSubject
 from scripts.bench import report
 from scripts.places import folder

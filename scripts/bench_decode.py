@@ -39,9 +39,9 @@ EXPERTS = 16  # of transformers' model, whose bf16 stacks of 256 would not leave
 
 
 def arguments() -> argparse.Namespace:
-    from dsv4.gqa.choice import NAMES
-    from dsv4.gqa.dummy import GEOMETRIES
-    from dsv4.memory import parse_count
+    from dsv4.model.gqa.choice import NAMES
+    from dsv4.model.gqa.dummy import GEOMETRIES
+    from dsv4.units import parse_count
 
     counts = lambda text: [parse_count(part) for part in text.split(",")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,7 +93,7 @@ def main() -> int:
             failed.append(f"transformers: {type(failure).__name__}: {failure}")
             print(failed[-1], flush=True)
         release()
-    from dsv4.dummy import load_dummy
+    from dsv4.model.dummy import load_dummy
 
     choices = {"numerics": args.numerics, "backend": args.backend, "cache": args.cache, "index_cache": args.index_cache}
     model = load_dummy(args.dummy_weights, args.layers, device="cuda", **choices)
@@ -130,8 +130,8 @@ def main() -> int:
 
 def policies(args: argparse.Namespace, machine, about: dict) -> int:
     """Dense steps of a GQA model beside those of a policy."""
-    from dsv4.dummy import load_dummy
-    from dsv4.gqa.choice import attention_named
+    from dsv4.model.dummy import load_dummy
+    from dsv4.model.gqa.choice import attention_named
 
     model, failed, pairs = load_dummy(args.dummy_weights, args.layers, args.numerics, args.backend, "cuda"), [], []
     ways = [attention_named("dense"), attention_named(args.attention, args.attention_tokens)]

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.errors import Dsv4Error
-from dsv4.memory import parse_count
+from dsv4.units import parse_count
 from scripts.bench import host_tier, host_tier_model, host_tier_report
 from scripts.bench.report import out_folder, provenance
 from scripts.places import device_slug, folder

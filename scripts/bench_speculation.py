@@ -34,8 +34,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.errors import InputError
-from dsv4.numerics import NUMERICS
-from dsv4.speculation import LARGEST, Trace
+from dsv4.model.numerics import NUMERICS
+from dsv4.speculation import MAX_DRAFTS, Trace
 from scripts.bench import report, speculation_gpu, speculation_race, speculation_traces
 from scripts.bench.speculation_journal import SpeculationJournal
 from scripts.bench.speculation_race import Race
@@ -47,7 +47,7 @@ numbers = lambda text: [int(n) for n in text.split(",")]
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    from dsv4.memory import parse_count
+    from dsv4.units import parse_count
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro"))
@@ -57,7 +57,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=numbers)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--numerics", default="native", choices=tuple(NUMERICS))
-    parser.add_argument("--static", type=numbers, default=list(range(LARGEST + 1)))
+    parser.add_argument("--static", type=numbers, default=list(range(MAX_DRAFTS + 1)))
     parser.add_argument("--trace", action="append", default=[], metavar="KIND=FILE")
     parser.add_argument("--record", type=Path, metavar="CHECKPOINT")
     parser.add_argument("--record-out", type=Path, default=speculation_traces.FOLDER)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     if args.checkpoint is not None:
         (on_checkpoint if own_text else traces_on_checkpoint)(args)
         return
-    from dsv4.dummy import load_dummy
+    from dsv4.model.dummy import load_dummy
     from scripts.bench.warm import warm_device
 
     traces, about, resumed = (
@@ -167,7 +167,7 @@ def traces_on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None
 
 def on_checkpoint(args: argparse.Namespace, device: str = "cuda") -> None:
     """Its own text. Raises CheckpointError, InputError."""
-    from dsv4.tokenizer import Tokenizer
+    from dsv4.model.tokenizer import Tokenizer
     from scripts.bench.speculation_text import race_texts
 
     model, name, what, slug = loaded(args, device)

@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dsv4 import cli
-from dsv4.probes.mutations import Site, catalogue
+from dsv4.commands import cli
+from dsv4.probes.faults import Site, catalogue
 
 BUG = "indexer compressor under another prefix"
 ASK = ("generate", str(ROOT / "demo"), "--prompt", "The capital of France is", "--max-new-tokens", "22", "--json")

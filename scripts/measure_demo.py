@@ -32,9 +32,9 @@ sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
 from dsv4.errors import InputError
-from dsv4.gqa.model import GQAModel
 from dsv4.kernels.errors import Dsv4Error
-from dsv4.load import resolve_device
+from dsv4.model.gqa.model import GQAModel
+from dsv4.model.load import resolve_device
 from scripts.bench.report import out_file
 from scripts.training import evaluation
 from scripts.training.evaluation import Figure, Limits

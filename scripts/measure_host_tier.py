@@ -20,13 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
-from dsv4.chat import plain_ids, templated_ids
-from dsv4.generate import generate
-from dsv4.gqa.choice import attention_named
-from dsv4.gqa.model import GQAModel
-from dsv4.host_tier.choice import HostMemory
-from dsv4.host_tier.grouped import host_use
-from dsv4.tokenizer import Tokenizer
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.grouped import host_use
+from dsv4.engine.generate import generate
+from dsv4.model.chat import plain_ids, templated_ids
+from dsv4.model.gqa.choice import attention_named
+from dsv4.model.gqa.model import GQAModel
+from dsv4.model.tokenizer import Tokenizer
 from scripts.bench.report import headline, out_folder, provenance, size
 from scripts.places import device_slug, folder
 

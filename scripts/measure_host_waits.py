@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
-from dsv4.chat import plain_ids
-from dsv4.generate import Sampling
-from dsv4.graph import captures
-from dsv4.run import make_drafter
+from dsv4.commands.generate import make_drafter
+from dsv4.engine.generate import Sampling
+from dsv4.model.causal import captures
+from dsv4.model.chat import plain_ids
+from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.rounds import Rounds
-from dsv4.tokenizer import Tokenizer
 from scripts.bench import report
 from scripts.bench.waits import counted_syncs
 from scripts.places import folder

@@ -23,17 +23,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4 import load_model
+from dsv4.cache.paged import new_paged_cache
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
-from dsv4.generate import generate
-from dsv4.graph import captures
-from dsv4.paged_cache import new_paged_cache
+from dsv4.engine.generate import generate
+from dsv4.model.causal import captures
+from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Static
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import Append, default
-from dsv4.tokenizer import Tokenizer
 from scripts.bench import report, speculation_traces
 from scripts.places import folder
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import InputError
-from dsv4.probes.report import plot_file, write_files
+from dsv4.probes.report.files import plot_file, write_files
 from scripts.bench import report
 
 
@@ -39,25 +39,25 @@ def titled(plots: Callable[[dict], dict[str, str]]) -> Callable[[str, dict], dic
 
 
 def _recall(document):
-    from dsv4.probes.recall import plots
+    from dsv4.probes.measure.recall import plots
 
     return plots.draw(document)
 
 
 def _fidelity(document):
-    from dsv4.probes.fidelity import plots
+    from dsv4.probes.measure.fidelity import plots
 
     return plots.draw(document)
 
 
 def _termination(document):
-    from dsv4.probes.terminating import plots
+    from dsv4.probes.measure.termination import plots
 
     return plots.draw(document)
 
 
 def _sparse_prefill(document):
-    from dsv4.probes.sparse_prefill import plots
+    from dsv4.probes.measure.sparse_prefill import plots
 
     return plots.draw(document, {})
 

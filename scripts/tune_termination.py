@@ -19,8 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.kernels.grouped_attention import Termination, grouped_attention, triton_decode
-from dsv4.memory import parse_count
-from dsv4.timing import Clock, capture
+from dsv4.runtime.timing import Clock, capture
+from dsv4.units import parse_count
 
 H, KV, D = 32, 8, 128
 numbers = lambda text: [parse_count(part) for part in text.split(",")]

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4.config import ModelConfig
 from dsv4.loaders.expected import official_tensors
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.write import write_checkpoint
-from dsv4.probes.mutations import profile
+from dsv4.model.config import ModelConfig
+from dsv4.probes.faults import profile
 
 # Widths are multiples of 32 for MXFP4, and differ wherever one could be taken for another.
 SMALL = dict(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dsv4 import cli
+from dsv4.commands import cli
 
 
 def exit_code(*words) -> int:

@@ -13,8 +13,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4 import cli
-from dsv4.terminal import errors
+from dsv4.commands import cli
+from dsv4.commands.terminal import errors
 
 COLUMNS = 2000  # of the pseudo-terminal: no line of text is broken by its edge
 

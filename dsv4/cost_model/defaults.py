@@ -3,9 +3,9 @@ reads."""
 
 from dataclasses import dataclass
 
-from dsv4.config import LayerKind, ModelConfig
 from dsv4.cost_model.step import weights_read
 from dsv4.loaders.expected import official_tensors, preset
+from dsv4.model.config import LayerKind, ModelConfig
 
 
 @dataclass(frozen=True)

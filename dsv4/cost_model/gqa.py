@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dsv4.cost_model.regime import Way
 from dsv4.cost_model.rows import Row, Run
 from dsv4.errors import InputError
-from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy, block_bounds, block_means, choose_blocks, page_bounds, sink_window
 from dsv4.kernels.gather_attention import gather_attention
 from dsv4.kernels.grouped_attention import grouped_attention
-from dsv4.numerics import Numerics
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.numerics import Numerics
 
 # the others do not take grouped heads
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}

@@ -9,9 +9,9 @@ with the context.
 
 from dataclasses import dataclass
 
-from dsv4.config import LayerKind, ModelConfig
 from dsv4.kernels.cache_rows import RowFormat, pack_layout
-from dsv4.numerics import Numerics
+from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.numerics import Numerics
 
 RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 128}
 

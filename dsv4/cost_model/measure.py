@@ -7,8 +7,9 @@ from statistics import median
 import torch
 
 from dsv4.cost_model.rows import Measured, Row, Run, Source
-from dsv4.memory import format_bytes, free_bytes
-from dsv4.timing import FLUSH_BYTES, Clock, capture
+from dsv4.runtime.memory import free_bytes
+from dsv4.runtime.timing import FLUSH_BYTES, Clock, capture
+from dsv4.units import format_bytes
 
 LAYERS = 8  # calls of one replay: the time of a launch in a chain, not that of a replay
 SHARE = 0.7  # share of the free memory that inputs may take

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dsv4.memory import format_bytes
+from dsv4.units import format_bytes
 
 
 def tokens(count: int | None) -> str:

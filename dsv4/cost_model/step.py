@@ -7,14 +7,14 @@ layer.
 from collections import Counter
 from collections.abc import Mapping
 
-from dsv4.config import ModelConfig
 from dsv4.cost_model.gqa import Geometry, dense_parts, policy_parts
 from dsv4.cost_model.latent import LatentGeometry
-from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.loaders.write import tensor_bytes
-from dsv4.memory import labels
-from dsv4.numerics import Numerics
+from dsv4.model.config import ModelConfig
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.numerics import Numerics
+from dsv4.runtime.memory import labels
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...]]]  # official name → (dtype, shape)
 GROUPS = (  # first match names the part of the weights a tensor belongs to; None: no plain step reads it

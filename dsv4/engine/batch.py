@@ -23,24 +23,25 @@ from functools import partial
 
 import torch
 
-from dsv4.causal import CausalLM
+from dsv4.cache.paged import PagedCache
+from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, under_pressure
+from dsv4.cache.prefixes import PrefixTree
+from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.engine.generate import beyond_checkpoint, check_ids, sample
 from dsv4.engine.passes import Logits, Passes
 from dsv4.engine.requests import Request, Result
 from dsv4.engine.watch import Watch
 from dsv4.engine.work import Work
 from dsv4.errors import ContextOverrun, Dsv4Error, InputError, NotFinite, OutOfPages
-from dsv4.generate import beyond_checkpoint, check_ids, sample
-from dsv4.paged_cache import PagedCache
-from dsv4.paging import BLOCK
-from dsv4.prefixes import PrefixTree
+from dsv4.model.causal import CausalLM
 from dsv4.speculation.accept import accept_drawn
 from dsv4.speculation.draft import Drafter
 from dsv4.speculation.loop import check_can_speculate
-from dsv4.speculation.policy import LARGEST, PRESSURE_PERCENT, Policy, Static, under_pressure
+from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.verify import default
 
-REWIND = LARGEST + 1  # tokens of the longest pass
+REWIND = MAX_DRAFTS + 1  # tokens of the longest pass
 
 
 class BatchEngine:

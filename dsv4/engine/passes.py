@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.causal import CausalLM
+from dsv4.cache.paged import PagedCache
+from dsv4.cache.paging import BLOCK
+from dsv4.engine.generate import sample
 from dsv4.engine.work import Pass, Work
-from dsv4.generate import sample
-from dsv4.paged_cache import PagedCache
-from dsv4.paging import BLOCK
+from dsv4.model.causal import CausalLM
 from dsv4.sending import sent
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import room

@@ -3,7 +3,9 @@
 import warnings
 from io import StringIO
 
-from dsv4.speculation.policy import LARGEST, PRESSURE_CAP, PRESSURE_PERCENT
+from dsv4.cache.paging import PRESSURE_PERCENT
+from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.speculation.policy import PRESSURE_CAP
 
 DRAWN = 8  # requests whose sizes are drawn: those with the most passes
 
@@ -87,7 +89,7 @@ def _draw_sizes(strips, drawn: list[dict], omitted: int) -> None:
             axis.plot([at[i] for i in pressed], [sizes[i] for i in pressed], "v", ms=3, color=color, gid=f"pressed-{n}")
             axis.set_ylabel(_label(r["id"]), fontsize=6, rotation=0, ha="right", va="center")
         axis.axhline(PRESSURE_CAP, color="#b3423c", lw=0.8, ls=":", label=f"most under pressure, {PRESSURE_CAP}")
-        axis.set(xlim=(0, most), ylim=(-0.3, LARGEST + 0.5), yticks=(0, 4, 8))
+        axis.set(xlim=(0, most), ylim=(-0.3, MAX_DRAFTS + 0.5), yticks=(0, 4, 8))
         axis.tick_params(labelbottom=axis is strips[-1])
     axis.plot([], [], "v", ms=3, color="0.4", label="chosen under pressure")
     axis.set_xlabel(

@@ -4,11 +4,11 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dsv4.cache.paging import PRESSURE_PERCENT
+from dsv4.cache.prefixes import hit_rate
 from dsv4.engine import plots
 from dsv4.engine.requests import Result, percentiles
-from dsv4.prefixes import hit_rate
 from dsv4.speculation.documents import check_can_draw, write_whole
-from dsv4.speculation.policy import PRESSURE_PERCENT
 
 
 def check_can_report(directory: Path) -> None:
@@ -21,7 +21,8 @@ def check_can_report(directory: Path) -> None:
 
 
 def request_document(result: Result, text: str | None = None) -> dict:
-    """JSON values of a result; prefix_hit_rate as in `dsv4.prefixes.hit_rate`, None where nothing could be borrowed."""
+    """JSON values of a result; prefix_hit_rate as in `dsv4.cache.prefixes.hit_rate`, None where nothing could be
+    borrowed."""
     return result.document(text) | {"prefix_hit_rate": hit_rate(result.grafted, result.prompt_tokens)}
 
 

@@ -1,6 +1,6 @@
 """What the pools of the engine looked like during a run."""
 
-from dsv4.paged_cache import PagedCache
+from dsv4.cache.paged import PagedCache
 
 SAMPLED = 8  # steps between two samples of the fragmentation at first: each sample reads the state of every page
 POINTS = 1024  # points of a series at most: longer runs are sampled more coarsely

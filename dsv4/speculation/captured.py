@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import torch
 
-from dsv4.cache import Cache, Lengths
-from dsv4.causal import CausalLM, TokenCache
-from dsv4.graph import BlockGraph, DecodeGraph
-from dsv4.paged_cache import PagedCache
-from dsv4.paged_view import PagedView
+from dsv4.cache.linear import Cache, Lengths
+from dsv4.cache.paged import PagedCache
+from dsv4.cache.paged_view import PagedView
+from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.sending import sent
 from dsv4.speculation.verify import Append
 

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError, brief
 from dsv4.named_values import NUMBER, WHOLE, named_values, several
 from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import CostTable, read_costs
-from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static
+from dsv4.speculation.policy import Adaptive, AdaptiveParameters, Policy, Static
 
 COSTS = "audits/speculation/flash/h100/speculation_costs_h100.json, measured by scripts/bench_speculation.py"
 # of ASBS
@@ -36,8 +37,8 @@ def policy_named(text: str, costs: Path | None = None, batch: int = 1) -> Policy
         return CostAware(_table(costs), batch)
     if name == "adaptive" and (given or not colon):
         return Adaptive(_parameters(given))
-    if text not in map(str, range(1, LARGEST + 1)):
-        raise InputError(f"--draft-tokens is {brief(text)!r}; expected 1 to {LARGEST}, adaptive or cost-aware")
+    if text not in map(str, range(1, MAX_DRAFTS + 1)):
+        raise InputError(f"--draft-tokens is {brief(text)!r}; expected 1 to {MAX_DRAFTS}, adaptive or cost-aware")
     return Static(int(text))
 
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.speculation.costs import CostTable
-from dsv4.speculation.policy import LARGEST, PRESSURE_CAP, Policy, checked, checked_size
+from dsv4.speculation.policy import PRESSURE_CAP, Policy, checked, checked_size
 
 HYPOTHESES = 8  # a power of two: sums are folded in halves, so their order is the same on host and device
 
@@ -44,7 +45,7 @@ class CostAwareParameters:
     prior: tuple[float, ...] = (0.1, 0.1, 0.1, 0.15, 0.25, 0.1, 0.1, 0.1)
     drift: float = 1 / 192
     horizon: float = 2.0
-    sizes: tuple[int, ...] = tuple(range(LARGEST + 1))
+    sizes: tuple[int, ...] = tuple(range(MAX_DRAFTS + 1))
     pressure_cap: int | None = PRESSURE_CAP
 
     def __post_init__(self):
@@ -83,11 +84,11 @@ class Tables:
     def __init__(self, p: CostAwareParameters, costs: CostTable, batch: int, horizon: float):
         own = np.array(p.sizes)
         # [G, 8]: if those before are
-        right = np.column_stack([p.rates] + [p.chained] * (LARGEST - 1))
+        right = np.column_stack([p.rates] + [p.chained] * (MAX_DRAFTS - 1))
         # [G, 9]: the first a are right
         survive = np.concatenate([np.ones((HYPOTHESES, 1)), np.cumprod(right, axis=1)], axis=1)
         likelihood = outcomes(right, survive)
-        stay = (1 - p.drift) ** np.arange(1, LARGEST + 2)
+        stay = (1 - p.drift) ** np.arange(1, MAX_DRAFTS + 2)
         uniform = np.array([costs.uniform(batch, k) for k in p.sizes])
         value = np.log(np.cumsum(survive, axis=1)[:, own])  # E = 1 + Σ survive
         loss = np.log(uniform) - value
@@ -95,7 +96,7 @@ class Tables:
         loss -= loss.min(1, keepdims=True)
         responses = np.unique(loss.argmin(1))
         shown = np.zeros((16, HYPOTHESES, len(own)))
-        shown[: LARGEST + 1] = likelihood[own].transpose(1, 2, 0)  # [outcome, G, K]
+        shown[: MAX_DRAFTS + 1] = likelihood[own].transpose(1, 2, 0)  # [outcome, G, K]
         # of n · log C, by a drafted token
         marginal = batch * np.array(costs.linear(batch)[1])[own] / uniform
         unused = marginal[:, None] * (own - own[:, None])
@@ -111,8 +112,8 @@ class Tables:
 def outcomes(right: np.ndarray, survive: np.ndarray) -> np.ndarray:
     """P(accepted | proposed, g) as [9 proposed, 9 accepted, G], from the probability of each depth [G, 8] and of the
     first a [G, 9]."""
-    table = np.zeros((LARGEST + 1, LARGEST + 1, len(right)))
-    for proposed in range(LARGEST + 1):
+    table = np.zeros((MAX_DRAFTS + 1, MAX_DRAFTS + 1, len(right)))
+    for proposed in range(MAX_DRAFTS + 1):
         for accepted in range(proposed + 1):
             table[proposed, accepted] = survive[:, accepted] * (1 - right[:, accepted] if accepted < proposed else 1.0)
     return table
@@ -156,7 +157,7 @@ class CostAware(Policy):
         only drift."""
         checked(accepted, proposed)
         t = self.tables
-        weighed = state * t.likelihood[proposed * (LARGEST + 1) + accepted]
+        weighed = state * t.likelihood[proposed * (MAX_DRAFTS + 1) + accepted]
         return weighed / fold(weighed, 0) * t.stay[accepted] + t.move[accepted]
 
     def choose(self, states: Sequence[np.ndarray | None], pressure: bool = False) -> list[int]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError, brief
 from dsv4.speculation.documents import expect_header, read_document
-from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-speculation-costs", 1
 SHORTEST, LONGEST = 1e-9, 1e9  # seconds: values outside, infinity included, cannot have been measured
@@ -96,7 +96,7 @@ class CostTable:
         true cost, so a row that drafts less because of the price really saves. price is 0 at padding 1.
         """
         cost, base, price = self.of(batch), [], []
-        for m in range(LARGEST + 1):
+        for m in range(MAX_DRAFTS + 1):
             slope = (cost.verify[m] - cost.verify[m - 1]) / batch if m else 0.0
             price.append((1 - self.padding) * slope)
             base.append(self.uniform(batch, m) - price[m] * batch * m)
@@ -156,17 +156,21 @@ def parse_batch(batch: str, cost: object) -> BatchCost:
         raise InputError(f"draft of batch {batch} is {brief(draft)}; expected seconds, 0 or more")
     if (
         not isinstance(verify, list)
-        or len(verify) != LARGEST + 1
+        or len(verify) != MAX_DRAFTS + 1
         or not all(_number(t) and t >= SHORTEST for t in verify)
     ):
         raise InputError(
-            f"verify of batch {batch} is {brief(verify, 80)}; expected {LARGEST + 1} positive numbers of seconds, for "
-            f"0 … {LARGEST} drafted tokens"
+            f"verify of batch {batch} is {brief(verify, 80)}; expected {MAX_DRAFTS + 1} positive numbers of seconds, "
+            f"for 0 … {MAX_DRAFTS} drafted tokens"
         )
-    if not isinstance(measured, list) or len(measured) != LARGEST + 1 or not all(isinstance(m, bool) for m in measured):
+    if (
+        not isinstance(measured, list)
+        or len(measured) != MAX_DRAFTS + 1
+        or not all(isinstance(m, bool) for m in measured)
+    ):
         raise InputError(
             f"measured of batch {batch} is {brief(measured, 80)}; expected true or false for each of the "
-            f"{LARGEST + 1} figures"
+            f"{MAX_DRAFTS + 1} figures"
         )
     catch_up, plain = cost.get("catch_up", []), cost.get("plain")
     if not _ascending_pairs(catch_up):

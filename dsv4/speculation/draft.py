@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
-from dsv4.graph import captures
+from dsv4.model.causal import CausalLM, TokenCache, captures
 from dsv4.sending import sent
 from dsv4.speculation.captured import CapturedBlock
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
-from dsv4.graph import captured_graph, captures
+from dsv4.model.causal import CausalLM, TokenCache, captures
+from dsv4.runtime.graph import captured_graph
 from dsv4.speculation.resident_drafters import RoundDrafter
 from dsv4.speculation.ring import Ring
 

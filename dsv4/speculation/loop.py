@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from dsv4.cache import DEFAULT_MAX_REWIND
-from dsv4.causal import CausalLM, TokenCache
+from dsv4.cache.host_tier.grouped import host_use
+from dsv4.cache.linear import DEFAULT_MAX_REWIND
+from dsv4.engine.generate import Generation, Sampling, context_full, context_limit, distribution
 from dsv4.errors import InputError
-from dsv4.generate import Generation, Sampling, context_full, context_limit, distribution
-from dsv4.graph import capacity
-from dsv4.host_tier.grouped import host_use
+from dsv4.model.causal import CausalLM, TokenCache, capacity
 from dsv4.speculation import verify as ways
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.captured import Steps
@@ -62,7 +61,8 @@ def generate_speculative(
     max_rewind: int = DEFAULT_MAX_REWIND,
     verify: Callable[[CausalLM, TokenCache], Verify] = ways.default,
 ) -> list[Generation]:
-    """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.generate.generate` does from one prompt.
+    """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.engine.generate.generate` does from one
+    prompt.
 
     policy: chooses how many tokens each row drafts (None: always the drafter's `draft_tokens`). on_token(row, id) as
     tokens become final. Row b draws from its own generator with seed sampling.seed + b, so its tokens do not depend on

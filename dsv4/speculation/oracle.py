@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.speculation.costs import BatchCost, CostTable, after_rest
-from dsv4.speculation.policy import LARGEST, Policy, checked
+from dsv4.speculation.policy import Policy, checked
 from dsv4.speculation.trace import Request, Trace
 
 
@@ -18,7 +19,7 @@ def potential(request: Request, costs: CostTable, batch: int, width: int | None 
     width: how many passes without drafts wait for the drafter. Otherwise R is 0, and such a pass pays its share of the
     drafter's step over many (`CostTable.uniform`).
     """
-    T, share = len(request), [costs.uniform(batch, k) / batch for k in range(LARGEST + 1)]
+    T, share = len(request), [costs.uniform(batch, k) / batch for k in range(MAX_DRAFTS + 1)]
     cost, accepted = costs.of(batch), request.accepted.tolist()
     R = cost.rests if batch == 1 and width is None else 0
     rest = cost.verify[0] if R else share[0]
@@ -66,7 +67,7 @@ class Oracle(Policy):
 
     def __init__(self, costs: CostTable, batch: int, width: int | None = None):
         self.costs, self.batch, self.width, self.name = costs, batch, width, "oracle"
-        self.sizes = tuple(range(LARGEST + 1))
+        self.sizes = tuple(range(MAX_DRAFTS + 1))
         self.price = costs.linear(batch)[1]
         self._potentials: dict[int, tuple[Request, np.ndarray]] = {}
 
@@ -90,7 +91,7 @@ class Oracle(Policy):
             for left, counts, t, rested in states
         ]
         plans = {}
-        for m in range(LARGEST + 1):
+        for m in range(MAX_DRAFTS + 1):
             plans[tuple(min(m, most) for _, most in rows)] = None
             if self.price[m]:  # a row may draft less than it could, if live tokens cost
                 plans[
@@ -106,7 +107,7 @@ class Oracle(Policy):
         """Seconds to the end by the number of drafts accepted in the next pass, fp64 [up to 9], including the drafter's
         step over the passes before it."""
         cost = self.costs.of(self.batch)
-        after = left[t + 1 : t + LARGEST + 2, 0] + cost.following(rested)
+        after = left[t + 1 : t + MAX_DRAFTS + 2, 0] + cost.following(rested)
         after[0] = resting(left[t + 1], rested, cost)
         return after
 
@@ -122,9 +123,9 @@ class Informed(Policy):
 
     def __init__(self, costs: CostTable, batch: int):
         self.costs, self.batch, self.name = costs, batch, "informed"
-        self.sizes = tuple(range(LARGEST + 1))
+        self.sizes = tuple(range(MAX_DRAFTS + 1))
         self.uniform = np.array([costs.uniform(batch, k) for k in self.sizes])
-        own = np.arange(LARGEST + 1)
+        own = np.arange(MAX_DRAFTS + 1)
         marginal = batch * np.array(costs.linear(batch)[1]) / self.uniform
         self.price = np.where(own <= own[:, None], marginal[:, None] * (own - own[:, None]), np.inf)
 
@@ -133,7 +134,7 @@ class Informed(Policy):
             raise InputError(
                 "the informed policy needs the rates of a synthetic trace; a recorded one does not have them"
             )
-        return np.concatenate([request.rates, np.zeros(LARGEST)]), 0
+        return np.concatenate([request.rates, np.zeros(MAX_DRAFTS)]), 0
 
     def observe(self, state, accepted: int, proposed: int):
         checked(accepted, proposed)
@@ -142,7 +143,7 @@ class Informed(Policy):
     def choose(self, states: Sequence, pressure: bool = False) -> list[int]:
         if pressure:
             raise InputError("the informed policy is not defined under pressure; rank policies without it")
-        ahead = np.stack([rates[t : t + LARGEST] for rates, t in states])
+        ahead = np.stack([rates[t : t + MAX_DRAFTS] for rates, t in states])
         expected = np.cumsum(np.concatenate([np.ones((len(states), 1)), np.cumprod(ahead, axis=1)], axis=1), axis=1)
         value = np.log(expected)
         net = value[:, None, :] - self.price

@@ -14,17 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 
-LARGEST = 8  # drafted tokens a pass; a trace says for each position how many of this number would be accepted
-PRESSURE_PERCENT = 85
 PRESSURE_CAP = 2
-
-
-def under_pressure(live_pages, pages: int, percent: int = PRESSURE_PERCENT):
-    """Whether more than `percent` % of the pages are live: in integers, so that ints and int64 tensors agree at the
-    boundary."""
-    return live_pages * 100 > pages * percent
 
 
 class Policy:
@@ -78,15 +71,15 @@ def room(remaining: int, free: int) -> int:
 
 
 def checked(accepted: int, proposed: int) -> None:
-    if not 0 <= accepted <= proposed <= LARGEST:
+    if not 0 <= accepted <= proposed <= MAX_DRAFTS:
         raise InputError(
-            f"{accepted} of {proposed} drafted tokens were accepted; expected 0 <= accepted <= drafted <= {LARGEST}"
+            f"{accepted} of {proposed} drafted tokens were accepted; expected 0 <= accepted <= drafted <= {MAX_DRAFTS}"
         )
 
 
 def checked_size(size: int, what: str) -> int:
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= LARGEST:
-        raise InputError(f"{what} is {size!r}; expected a whole number of drafted tokens from 0 to {LARGEST}")
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= MAX_DRAFTS:
+        raise InputError(f"{what} is {size!r}; expected a whole number of drafted tokens from 0 to {MAX_DRAFTS}")
     return size
 
 
@@ -184,5 +177,5 @@ class Adaptive(Policy):
         return size
 
     def choose(self, states, pressure: bool = False) -> list[int]:
-        cap = self.pressure_cap if pressure and self.pressure_cap is not None else LARGEST
+        cap = self.pressure_cap if pressure and self.pressure_cap is not None else MAX_DRAFTS
         return [0 if state is None else min(self.size_of(state), cap) for state in states]

@@ -11,10 +11,11 @@ Inputs are not checked, because the host would wait for them: the caller must en
 
 import torch
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.kernels import draft_sizes
 from dsv4.speculation.cost_aware import HYPOTHESES, CostAware
-from dsv4.speculation.policy import LARGEST, Adaptive, Policy, Static
+from dsv4.speculation.policy import Adaptive, Policy, Static
 
 
 class DevicePolicy:
@@ -67,7 +68,7 @@ class DeviceAdaptive(DevicePolicy):
         self.thresholds = torch.tensor([float(t) for t in policy.thresholds], dtype=torch.float32, device=device)
         self.sizes = torch.tensor(policy.parameters.sizes, dtype=torch.int64, device=device)
         self.cap = torch.full(
-            (), LARGEST if policy.pressure_cap is None else policy.pressure_cap, dtype=torch.int64, device=device
+            (), MAX_DRAFTS if policy.pressure_cap is None else policy.pressure_cap, dtype=torch.int64, device=device
         )
 
     def observe(self, accepted, proposed) -> None:
@@ -100,7 +101,7 @@ class DeviceCostAware(DevicePolicy):
         self.sizes = torch.tensor(policy.sizes, dtype=torch.int64, device=device)
         self.index = torch.arange(len(policy.sizes), device=device)
         self.none = torch.full((), len(policy.sizes), device=device)
-        cap = LARGEST if policy.pressure_cap is None else policy.pressure_cap
+        cap = MAX_DRAFTS if policy.pressure_cap is None else policy.pressure_cap
         self.over = self.sizes > cap
         self.infinite = torch.full((), torch.inf, dtype=torch.float32, device=device)
         self.spare = torch.zeros(
@@ -108,7 +109,7 @@ class DeviceCostAware(DevicePolicy):
         )
 
     def observe(self, accepted, proposed) -> None:
-        weighed = self.belief * self.likelihood.index_select(0, proposed * (LARGEST + 1) + accepted)
+        weighed = self.belief * self.likelihood.index_select(0, proposed * (MAX_DRAFTS + 1) + accepted)
         weighed = weighed / _fold(weighed, 1).unsqueeze(1)
         self.belief.copy_(
             weighed * self.stay.index_select(0, accepted).unsqueeze(1) + self.move.index_select(0, accepted)
@@ -148,7 +149,7 @@ class KernelCostAware(DeviceCostAware):
     def __init__(self, policy: CostAware, batch: int, device: torch.device | str):
         super().__init__(policy, batch, device)
         self.value, self.later = self.value.mT.contiguous(), self.later.mT.contiguous()  # hypotheses last
-        self.cap = LARGEST if policy.pressure_cap is None else policy.pressure_cap
+        self.cap = MAX_DRAFTS if policy.pressure_cap is None else policy.pressure_cap
         self.all = torch.ones(batch, dtype=torch.bool, device=device)
 
     def observe(self, accepted, proposed) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.causal import CausalLM, TokenCache
+from dsv4.model.causal import CausalLM, TokenCache
 
 OnStreams = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 

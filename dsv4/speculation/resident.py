@@ -4,11 +4,10 @@ ones."""
 import time
 from collections.abc import Callable, Iterable
 
-from dsv4.causal import CausalLM
+from dsv4.cache.host_tier.grouped import host_use
+from dsv4.engine.generate import Generation, Sampling, context_full, context_limit
 from dsv4.errors import InputError
-from dsv4.generate import Generation, Sampling, context_full, context_limit
-from dsv4.graph import capacity
-from dsv4.host_tier.grouped import host_use
+from dsv4.model.causal import CausalLM, capacity
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import Drafter, MTPDrafter
 from dsv4.speculation.host_half import AHEAD, check_one_device

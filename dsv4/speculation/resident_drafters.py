@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache import Cache, Lengths
-from dsv4.causal import CausalLM, TokenCache
+from dsv4.cache.linear import Cache, Lengths
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
-from dsv4.model import Model
-from dsv4.mtp import run_block
+from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.deepseek_v4 import Model
+from dsv4.model.mtp import run_block
 from dsv4.speculation.choosing import Choice, Greedy
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
-from dsv4.speculation.policy import LARGEST
 from dsv4.speculation.prefill import prefill
 
 # Numbers of waiting tokens of a row that the MTP block runs in one step: a step over many costs little more than one
@@ -90,7 +90,7 @@ class MTPDrafts(RoundDrafter):
             raise InputError("this model was loaded without an MTP block; draft by lookup, or load one with a block")
         self.model, self.cache, self.choice, self.lengths = model, cache, choice, (cache._mtp,)
         self.features, self.chained = features.clone(), chained.clone()
-        self.offered = torch.full((cache.batch,), LARGEST, device=model.device)
+        self.offered = torch.full((cache.batch,), MAX_DRAFTS, device=model.device)
         self.follows = [n for n in FOLLOWS if n <= cache.max_rewind + 1] or [1]
         # of a row; the last belongs to rounds that are captured while all others are in use
         places = self.follows[-1] + 1
@@ -189,7 +189,7 @@ class LookupDrafts(RoundDrafter):
         # the longest match, and of those the latest
         best = torch.where(run >= self.shortest, run * room + place, -1).amax(1)
         self.behind.copy_(best.clamp(min=0) % room)
-        self.offered.copy_((best >= 0) * LARGEST)
+        self.offered.copy_((best >= 0) * MAX_DRAFTS)
 
 
 def primed(

@@ -18,8 +18,8 @@ With the block as drafter, its entry at position t is computed from the main mod
 1, so it holds `start` entries before it drafts. d_1 comes from its last state, d_2 … d_D from its own streams fed back,
 from position `start` on.
 
-Rows that verification wrote beyond the new length are written again before they can be read (`dsv4.cache`); so are the
-block's entries of chained drafts.
+Rows that verification wrote beyond the new length are written again before they can be read (`dsv4.cache.linear`); so
+are the block's entries of chained drafts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,15 +27,15 @@ from contextlib import contextmanager
 
 import torch
 
-from dsv4.causal import CausalLM, TokenCache
 from dsv4.errors import InputError
 from dsv4.kernels.commit_rows import commit, next_sizes
+from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.step import CapturedStep
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
 from dsv4.speculation.host_half import AHEAD, RING, HostHalf
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
-from dsv4.step import CapturedStep
 
 SPARE = 8  # rounds that may run after the last one that gives a row a token
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.speculation.documents import expect_header, read_document, write_whole
-from dsv4.speculation.policy import LARGEST
 
 FORMAT, VERSION = "dsv4-acceptance-trace", 1
 
@@ -55,7 +55,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "largest": LARGEST,
+        "largest": MAX_DRAFTS,
         "name": trace.name,
         "provenance": dict(trace.provenance),
         "requests": requests,
@@ -71,9 +71,9 @@ def read_trace(path: str | Path) -> Trace:
 def parse_trace(document: object) -> Trace:
     """Raises InputError for another format or counts outside 0 … 8."""
     document = expect_header(document, "an acceptance trace", FORMAT, VERSION)
-    if document.get("largest") != LARGEST:
+    if document.get("largest") != MAX_DRAFTS:
         raise InputError(
-            f"largest is {document.get('largest')!r}; expected {LARGEST}: record how many of {LARGEST} drafts "
+            f"largest is {document.get('largest')!r}; expected {MAX_DRAFTS}: record how many of {MAX_DRAFTS} drafts "
             "are accepted"
         )
     provenance, requests = document.get("provenance"), document.get("requests")
@@ -90,9 +90,9 @@ def _request(index: int, document: object) -> Request:
     if not isinstance(counts, list) or not counts:
         raise InputError(f"request {index} has no 'accepted'; expected a count for each of its tokens")
     for t, count in enumerate(counts):
-        if type(count) is not int or not 0 <= count <= LARGEST:
+        if type(count) is not int or not 0 <= count <= MAX_DRAFTS:
             raise InputError(
-                f"request {index} has {count!r} accepted at token {t}; expected a whole number from 0 to {LARGEST}"
+                f"request {index} has {count!r} accepted at token {t}; expected a whole number from 0 to {MAX_DRAFTS}"
             )
     if rates is not None:
         if not isinstance(rates, list) or len(rates) != len(counts):
@@ -113,7 +113,7 @@ def counts_of(drafted: Sequence[Sequence[int]], chosen: Sequence[int]) -> np.nda
     counts = np.zeros(len(drafted), np.int64)
     for t, ids in enumerate(drafted):
         while (
-            counts[t] < min(len(ids), LARGEST)
+            counts[t] < min(len(ids), MAX_DRAFTS)
             and t + counts[t] < len(chosen)
             and ids[counts[t]] == chosen[t + counts[t]]
         ):
@@ -130,11 +130,11 @@ def synthetic_request(name: str, rates: np.ndarray, rng: np.random.Generator, fa
     """rates fp64 [T]. falloff: a draft at depth j, from 0, also fails by itself with probability 1 − falloff^j (errors
     of a chain of drafts); independent between positions."""
     T = len(rates)
-    easy = np.concatenate([rng.random(T) < rates, np.zeros(LARGEST, bool)])
+    easy = np.concatenate([rng.random(T) < rates, np.zeros(MAX_DRAFTS, bool)])
     # [T, 8]: draft j from position t is for token t + j
-    right = np.stack([easy[j : j + T] for j in range(LARGEST)], axis=1)
+    right = np.stack([easy[j : j + T] for j in range(MAX_DRAFTS)], axis=1)
     if falloff < 1:
-        right &= rng.random(right.shape) < falloff ** np.arange(LARGEST)
+        right &= rng.random(right.shape) < falloff ** np.arange(MAX_DRAFTS)
     return Request(name, np.cumprod(right, axis=1).sum(1), np.asarray(rates, np.float64))
 
 

@@ -5,9 +5,8 @@ from typing import Protocol
 
 import torch
 
-from dsv4.causal import CausalLM, TokenCache
-from dsv4.graph import captures
 from dsv4.kernels.quantize.kept import keeping
+from dsv4.model.causal import CausalLM, TokenCache, captures
 
 
 class Verify(Protocol):

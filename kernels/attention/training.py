@@ -18,7 +18,7 @@ TOKENS, KEYS = 16, 64  # queries, heads included, of a tile
 def sparse_attention(
     q, window, band, entries, mask, sink, scale: float, complete: bool = False, together: int = 1
 ) -> torch.Tensor:
-    """Window ∪ entries. q [B·T, H, D]; window [B·T, D]; band: B, T, window, ratio (`dsv4.sequence.Band`); entries
+    """Window ∪ entries. q [B·T, H, D]; window [B·T, D]; band: B, T, window, ratio (`dsv4.cache.sequence.Band`); entries
     [B, n, D] or None; mask uint8 [B, T, n] of the selected ones, None for all visible; sink fp32 [H].
     Returns [B·T, H, D] in q.dtype.
     """

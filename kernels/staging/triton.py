@@ -1,8 +1,8 @@
 """Staging of tiles from host memory on a GPU: kernels read and write the mapped pages themselves.
 
-`host` tensors are CUDA tensors over pinned pages of the host (dsv4.host_tier.memory). No copy engine is used, because a
-copy's source would have to be known when the graph is captured. Programs of misses read over the link, those of hits
-end at once.
+`host` tensors are CUDA tensors over pinned pages of the host (dsv4.cache.host_tier.memory). No copy engine is used,
+because a copy's source would have to be known when the graph is captured. Programs of misses read over the link, those
+of hits end at once.
 """
 
 import torch

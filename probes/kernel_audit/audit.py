@@ -17,8 +17,8 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError, SubjectDied, Subje
 from dsv4.probes.kernel_audit.scene import Scene, not_run
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
+from dsv4.probes.report.waivers import Waiver
 from dsv4.probes.result import Check, Status
-from dsv4.probes.waivers import Waiver
 
 
 @dataclass

@@ -19,7 +19,7 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.timed import answers, limits, race
 from dsv4.probes.kernel_audit.worker import Worker
-from dsv4.probes.waivers import Waiver
+from dsv4.probes.report.waivers import Waiver
 
 SUSPECT = 0.9  # share of the floor under which a time is not believed
 BOOTSTRAPS = 400

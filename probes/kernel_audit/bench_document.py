@@ -5,7 +5,7 @@ from dataclasses import asdict
 import torch
 
 from dsv4.probes.kernel_audit.bench import Row
-from dsv4.probes.provenance import commit, device, versions, without_paths
+from dsv4.probes.report.provenance import commit, device, versions, without_paths
 
 
 def document(operation, shapes, rows: list[Row], found: dict, verdicts: dict, command, day, seed, where: str) -> dict:

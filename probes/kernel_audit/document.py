@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from dsv4.probes.formats import junit, sarif
 from dsv4.probes.kernel_audit.audit import KernelAudit
 from dsv4.probes.kernel_audit.plant import CLAUSES
-from dsv4.probes.provenance import commit, device, versions, without_paths
-from dsv4.probes.report import Report, Section
+from dsv4.probes.report import junit, sarif
+from dsv4.probes.report.files import Report, Section
+from dsv4.probes.report.provenance import commit, device, versions, without_paths
 from dsv4.probes.result import Check, Status
 
 SCHEMA = 1

@@ -17,7 +17,7 @@ from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.plant import CLAUSES, Plant
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.subject import SubjectSpec
-from dsv4.probes.provenance import commit, device, versions
+from dsv4.probes.report.provenance import commit, device, versions
 
 
 @dataclass(frozen=True)

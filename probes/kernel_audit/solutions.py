@@ -22,9 +22,9 @@ import torch
 from dsv4.kernels.contract import Case, Contract
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.errors import UnsupportedInput
-from dsv4.probes.formats import schema
 from dsv4.probes.kernel_audit.errors import KernelAuditError, SubjectFailed
 from dsv4.probes.kernel_audit.trace.call import Call, short
+from dsv4.probes.report import schema
 
 SCHEMA = Path(__file__).parents[1] / "schema" / "kernel_trace-1.json"
 PYTHON = frozenset("python triton tilelang pytorch cute_dsl cutile cudnn_frontend cutedsl".split())

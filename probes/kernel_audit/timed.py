@@ -15,7 +15,7 @@ from dsv4.kernels.contract import ordered, tensors
 from dsv4.kernels.contracts import contract_of
 from dsv4.probes.kernel_audit.harness import placed, plain, raw, results_of, taken
 from dsv4.probes.kernel_audit.subject import SubjectSpec, resolve
-from dsv4.timing import Clock, capture, count_kernels
+from dsv4.runtime.timing import Clock, capture, count_kernels
 
 SETS = 3  # copies of the inputs at other addresses
 KEPT = 3  # results of a kernel that differ from the first and are judged

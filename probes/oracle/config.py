@@ -1,7 +1,7 @@
 """config.json as the oracle reads it: an own table from each published form to the official names (§1).
 
-Nothing here is taken from `dsv4.config` or from the loader's `config_files`, which are judged by it. A form that this
-table does not know is an error, never a guess. The three forms: official (`compress_ratios`), inference
+Nothing here is taken from `dsv4.model.config` or from the loader's `config_files`, which are judged by it. A form that
+this table does not know is an error, never a guess. The three forms: official (`compress_ratios`), inference
 (`inference/config.json`: `dim`, `n_layers`), transformers (`layer_types`, `rope_parameters`).
 """
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.config import ModelConfig
-from dsv4.probes.engine_dumps.fit import layers_of
+from dsv4.model.config import ModelConfig
 from dsv4.probes.subject import POINTS, Capture
 from dsv4.probes.subjects.dump import in_order, shape_of
+from dsv4.probes.subjects.engine_dumps.fit import layers_of
 from dsv4.probes.subjects.files import plain
 from dsv4.probes.subjects.hooks import parts_of
 

@@ -9,10 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.loaders.config_files import read_config, to_official
 from dsv4.loaders.files import read_json
+from dsv4.model.config import ModelConfig
 from dsv4.probes.subject import GQA_POINTS, POINTS, Capture, Subject
 from dsv4.probes.subjects.files import FilesSubject, plain
 

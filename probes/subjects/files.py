@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.errors import InputError
-from dsv4.gqa.config import GQAConfig
 from dsv4.loaders.load import Inventory
+from dsv4.model.config import ModelConfig
+from dsv4.model.gqa.config import GQAConfig
 from dsv4.probes.subject import Subject
 
 

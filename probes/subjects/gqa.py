@@ -7,14 +7,14 @@ from functools import partial
 import torch
 
 from dsv4.errors import InputError
-from dsv4.gqa.cache import LayerRows, cache_streams
-from dsv4.gqa.model import GQA_COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.model.gqa.cache import LayerRows, cache_streams
+from dsv4.model.gqa.model import GQA_COMPOSITIONS
+from dsv4.model.step import Step
 from dsv4.probes.subject import GQA_POINTS, Capture
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import plain
 from dsv4.probes.subjects.ours import OurSubject, _lengths, _restore, _watched
-from dsv4.step import Step
 
 IN_ATTENTION = tuple(p for p in GQA_POINTS if p not in ("ffn_out", "streams"))
 

@@ -8,7 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from dsv4.cache import DEFAULT_MAX_REWIND, LayerCache
+from dsv4.cache.linear import DEFAULT_MAX_REWIND, LayerCache
+from dsv4.cache.rows import Ring
+from dsv4.cache.streams import cache_streams
 from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PackedRows, read_rows
 from dsv4.kernels.errors import BackendUnavailable
@@ -16,18 +18,16 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.replacing import Replacement
-from dsv4.linear import Matrix
-from dsv4.load import load_model, pieces_of
 from dsv4.loaders.config_files import family_of
 from dsv4.loaders.files import read_json
 from dsv4.loaders.ledger import Piece
-from dsv4.model import Model
+from dsv4.model.deepseek_v4 import Model
+from dsv4.model.linear import Matrix
+from dsv4.model.load import load_model, pieces_of
+from dsv4.model.step import Step
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain
-from dsv4.rows import Ring
-from dsv4.step import Step
-from dsv4.streams import cache_streams
 
 IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
 

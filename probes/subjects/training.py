@@ -1,18 +1,19 @@
-"""This project's model on the `training` backend: whole sequences, no cache, differentiable. See `dsv4.sequence`."""
+"""This project's model on the `training` backend: whole sequences, no cache, differentiable. See
+`dsv4.cache.sequence`."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from dsv4.cache.sequence import SequenceLayer, Sequences, SequenceWindow
 from dsv4.errors import InputError
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.kernels.quantize import WeightFormat
+from dsv4.model.step import Step
 from dsv4.probes.subject import Capture
 from dsv4.probes.subjects.dump import Timeline, check_points
 from dsv4.probes.subjects.ours import OurSubject, _lengths, _Taps
-from dsv4.sequence import SequenceLayer, Sequences, SequenceWindow
-from dsv4.step import Step
 
 NO_CACHE = "the training backend runs whole sequences and keeps no cache"
 

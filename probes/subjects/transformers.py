@@ -24,11 +24,11 @@ from pathlib import Path
 
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.errors import InputError
 from dsv4.loaders.config_files import family_of, to_official
 from dsv4.loaders.files import read_json
 from dsv4.loaders.transformers_names import to_transformers
+from dsv4.model.config import ModelConfig
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain

@@ -137,8 +137,8 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
     Every step has new random tokens, as text has: with one token again and again the same experts come back, whose
     pages the device's address translation then still holds, and a step is faster than any real one.
     """
-    from dsv4.dummy import fill_cache
-    from dsv4.graph import DecodeGraph
+    from dsv4.model.dummy import fill_cache
+    from dsv4.runtime.graph import DecodeGraph
 
     torch.cuda.reset_peak_memory_stats()
     cache = model.new_cache(batch, context)
@@ -184,8 +184,8 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
 
 def profile_point(model, point: Point) -> None:
     """Add the kernels of one step: how many, and their times by name. After all timing: the profiler may slow it."""
-    from dsv4.dummy import fill_cache
-    from dsv4.graph import DecodeGraph
+    from dsv4.model.dummy import fill_cache
+    from dsv4.runtime.graph import DecodeGraph
 
     cache = model.new_cache(point.batch, point.context)
     fill_cache(cache, point.context - 8)

@@ -57,8 +57,8 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
 
     A turn's first steps are not timed: they set the positions anew.
     """
-    from dsv4.dummy import fill_cache
-    from dsv4.graph import DecodeGraph
+    from dsv4.model.dummy import fill_cache
+    from dsv4.runtime.graph import DecodeGraph
 
     gc.collect()
     torch.cuda.reset_peak_memory_stats()

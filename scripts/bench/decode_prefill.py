@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from dsv4.config import LayerKind
+from dsv4.model.config import LayerKind
 from scripts.bench.decode import Compiles, context_name, row_bytes
 from scripts.bench.timing import Machine
 from scripts.bench.waits import counted_syncs

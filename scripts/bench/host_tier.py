@@ -6,16 +6,16 @@ from statistics import median
 
 import torch
 
+from dsv4.cache.host_tier.entries import HostEntries
+from dsv4.cache.host_tier.grouped import HostRows
+from dsv4.cache.host_tier.memory import HostBuffer
+from dsv4.cache.host_tier.stream import DenseStream
+from dsv4.cache.streams import Stream
 from dsv4.errors import CapacityError, InputError
-from dsv4.host_tier.entries import HostEntries
-from dsv4.host_tier.grouped import HostRows
-from dsv4.host_tier.memory import HostBuffer
-from dsv4.host_tier.stream import DenseStream
 from dsv4.kernels.attention import sparse_attention
 from dsv4.kernels.cache_rows import PAGE, RowFormat, pack_layout
 from dsv4.kernels.staging import fetch
-from dsv4.streams import Stream
-from dsv4.timing import capture
+from dsv4.runtime.timing import capture
 
 H, KV, D = 28, 4, 128  # Qwen2.5-7B
 WIDTH, ROPE, HEADS, TOPK, WINDOW, RATIO = 512, 64, 64, 512, 128, 4  # DeepSeek-V4-Flash

@@ -6,13 +6,13 @@ from statistics import median
 
 import torch
 
-from dsv4.dummy import fill_cache, load_dummy
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.grouped import host_use
 from dsv4.errors import InputError
-from dsv4.gqa.choice import Attention
-from dsv4.graph import DecodeGraph
-from dsv4.host_tier.choice import HostMemory
-from dsv4.host_tier.grouped import host_use
 from dsv4.kernels.block_choice import Policy
+from dsv4.model.dummy import fill_cache, load_dummy
+from dsv4.model.gqa.choice import Attention
+from dsv4.runtime.graph import DecodeGraph
 
 WARM_UP = 4
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from dsv4.speculation import (
-    LARGEST,
+    MAX_DRAFTS,
     Adaptive,
     CostAware,
     CostTable,
@@ -96,11 +96,11 @@ def simulated(
     points = []
     for batch in batches:
         for kind, trace in traces:
-            policies: list[Policy] = [*(Static(k) for k in range(LARGEST + 1)), Adaptive(), CostAware(costs, batch)]
+            policies: list[Policy] = [*(Static(k) for k in range(MAX_DRAFTS + 1)), Adaptive(), CostAware(costs, batch)]
             if all(r.rates is not None for r in trace.requests):
                 policies.append(Informed(costs, batch))
             runs = [simulate(policy, trace, costs, batch, ahead=AHEAD) for policy in policies]
-            widths = [None] if batch == 1 else [None, *range(LARGEST + 1)]
+            widths = [None] if batch == 1 else [None, *range(MAX_DRAFTS + 1)]
             runs.append(
                 max(
                     (simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths),

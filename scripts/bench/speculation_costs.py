@@ -10,8 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.speculation.costs import BatchCost, CostTable
-from dsv4.speculation.policy import LARGEST
 
 EXPERTS, CHOSEN, LAYERS = 256, 6, 16
 MEASURED = {(1, 0): 2.62e-3, (8, 0): 6.0e-3}  # (batch, drafted): s of a decode step, H100, context 8K
@@ -38,9 +38,9 @@ def pass_seconds(tokens: int) -> float:
 def moe(padding: float = 1.0) -> CostTable:
     batches = {}
     for batch in BATCHES:
-        verify = tuple(pass_seconds(batch * (k + 1)) for k in range(LARGEST + 1))
+        verify = tuple(pass_seconds(batch * (k + 1)) for k in range(MAX_DRAFTS + 1))
         layer = (pass_seconds(batch) - pass_seconds(1)) / LAYERS
-        batches[batch] = BatchCost(DRAFT + layer, verify, tuple((batch, k) in MEASURED for k in range(LARGEST + 1)))
+        batches[batch] = BatchCost(DRAFT + layer, verify, tuple((batch, k) in MEASURED for k in range(MAX_DRAFTS + 1)))
     about = {
         "kind": "modelled",
         "device": "NVIDIA H100",
@@ -53,8 +53,8 @@ def moe(padding: float = 1.0) -> CostTable:
 
 def flat() -> CostTable:
     """A pass costs 3 % more at 9 tokens a row than at one."""
-    verify = tuple(2.62e-3 * (1 + 0.03 * k / LARGEST) for k in range(LARGEST + 1))
-    batches = {batch: BatchCost(0.25e-3, verify, (False,) * (LARGEST + 1)) for batch in BATCHES}
+    verify = tuple(2.62e-3 * (1 + 0.03 * k / MAX_DRAFTS) for k in range(MAX_DRAFTS + 1))
+    batches = {batch: BatchCost(0.25e-3, verify, (False,) * (MAX_DRAFTS + 1)) for batch in BATCHES}
     about = {"kind": "modelled", "model": "weights dominate: verify is flat, a draft is a tenth"}
     return CostTable("dense (modelled)", 1.0, batches, about)
 

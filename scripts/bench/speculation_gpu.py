@@ -11,11 +11,11 @@ from statistics import median
 import numpy as np
 import torch
 
-from dsv4.cache import Cache
-from dsv4.graph import DecodeGraph, captured_graph
-from dsv4.model import Model
+from dsv4.cache.linear import Cache
+from dsv4.model.deepseek_v4 import Model
+from dsv4.runtime.graph import DecodeGraph, captured_graph
 from dsv4.speculation import (
-    LARGEST,
+    MAX_DRAFTS,
     Adaptive,
     CostAware,
     CostTable,
@@ -40,7 +40,7 @@ from scripts.bench.waits import counted_syncs
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
 ROOM = 1024  # tokens; caches of rounds have a multiple of them
-REWIND = max(LARGEST, FOLLOWS[-1] - 1)  # tokens; of those caches
+REWIND = max(MAX_DRAFTS, FOLLOWS[-1] - 1)  # tokens; of those caches
 
 
 class Traced(Choice):
@@ -54,7 +54,7 @@ class Traced(Choice):
         self.accepted, self.begun = accepted, begun
         g = torch.Generator(accepted.device).manual_seed(2)
         self.text = torch.randint(
-            vocab, (len(accepted), accepted.shape[1] + LARGEST + 1), generator=g, device=accepted.device
+            vocab, (len(accepted), accepted.shape[1] + MAX_DRAFTS + 1), generator=g, device=accepted.device
         )
 
     def own(self, logits, at):
@@ -113,10 +113,10 @@ def traced(
     model: Model, batch: int, context: int, tokens: int, policy: DevicePolicy, widths: Sequence[int] | None = None
 ) -> Rounds:
     """Rows at `context` tokens of a cache full of plausible numbers, each to write `tokens`."""
-    from dsv4.dummy import fill_cache
+    from dsv4.model.dummy import fill_cache
 
     g = torch.Generator(model.device).manual_seed(1)
-    cache = model.new_cache(batch, room(model, context + tokens + LARGEST + SPARE), max_rewind=REWIND)
+    cache = model.new_cache(batch, room(model, context + tokens + MAX_DRAFTS + SPARE), max_rewind=REWIND)
     fill_cache(cache, context)
     ids = lambda: torch.randint(model.config.vocab_size, (batch,), generator=g, device=model.device)
     n, d = model.config.hc_mult, model.config.hidden_size
@@ -125,7 +125,7 @@ def traced(
     choice = Traced(
         torch.zeros(batch, tokens, dtype=torch.int64, device=model.device), context + 1, model.config.vocab_size
     )
-    most = LARGEST if widths is None else max(widths)
+    most = MAX_DRAFTS if widths is None else max(widths)
     return Rounds(
         model,
         cache,
@@ -165,9 +165,9 @@ def measure_costs(
         if batch in found:
             continue
         rounds = traced(
-            model, batch, context, 4 * REPLAYS * (LARGEST + 2), on_device(Static(LARGEST), batch, model.device)
+            model, batch, context, 4 * REPLAYS * (MAX_DRAFTS + 2), on_device(Static(MAX_DRAFTS), batch, model.device)
         )
-        whole = [_median(rounds, k) for k in range(LARGEST + 1)]
+        whole = [_median(rounds, k) for k in range(MAX_DRAFTS + 1)]
         draft = (_drafting(rounds, 5) - _drafting(rounds, 1)) / 4
         # the host did not launch the rounds without drafts that were timed, and does not know of them
         rounds.drafter.caught_up()
@@ -178,7 +178,7 @@ def measure_costs(
             ids.random_(model.config.vocab_size)  # tokens that are all alike would share their experts
         following, plain = tuple((n, _replays(graph)) for n, graph in rounds.catching_up.items()), _replays(steps.graph)
         found[batch] = BatchCost(
-            draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (LARGEST + 1), following, plain
+            draft, tuple(t - k * draft for k, t in enumerate(whole)), (True,) * (MAX_DRAFTS + 1), following, plain
         )
         journal.cost(batch, found[batch])
         said(
@@ -215,7 +215,7 @@ def _drafting(rounds: Rounds, size: int) -> float:
 
 
 def best_oracle(trace: Trace, costs: CostTable, batch: int) -> Run:
-    widths = [None] if batch == 1 else [None, *range(LARGEST + 1)]
+    widths = [None] if batch == 1 else [None, *range(MAX_DRAFTS + 1)]
     return max(
         (simulate(Oracle(costs, batch, w), trace, costs, batch) for w in widths), key=lambda r: r.tokens_per_second
     )
@@ -236,7 +236,7 @@ def racers(costs: CostTable, batch: int, statics: Sequence[int]) -> list[tuple[P
     return [
         *((Static(k), [k]) for k in statics),
         *((p, list(p.sizes)) for p in (Adaptive(), CostAware(costs, batch))),
-        (None, list(range(LARGEST + 1))),
+        (None, list(range(MAX_DRAFTS + 1))),
     ]
 
 
@@ -405,8 +405,8 @@ def record(model: Model, cache: Cache, ids: list[list[int]], tokens: int) -> np.
     """Of each of `tokens` greedy tokens after each prompt how many of 8 drafts are right, int64 [B, tokens]."""
     start = primed(model, cache, ids)
     rounds = Recording(
-        model, cache, LARGEST, *start, [tokens] * len(ids), (), on_device(Static(LARGEST), len(ids), model.device)
+        model, cache, MAX_DRAFTS, *start, [tokens] * len(ids), (), on_device(Static(MAX_DRAFTS), len(ids), model.device)
     )
     for _ in range(tokens):
-        rounds._round(LARGEST)
+        rounds._round(MAX_DRAFTS)
     return rounds.seen[:, :tokens].cpu().numpy()

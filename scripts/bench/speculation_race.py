@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from dsv4.errors import InputError
-from dsv4.speculation import LARGEST, CostTable, Static, Trace, simulate
+from dsv4.speculation import MAX_DRAFTS, CostTable, Static, Trace, simulate
 from dsv4.speculation.costs import parse_costs
 from dsv4.speculation.documents import read_document, write_whole
 from dsv4.speculation.host_half import AHEAD
@@ -49,15 +49,15 @@ class Race:
             raced.setdefault((r.trace, r.batch), set()).add(r.policy)
         kinds = {trace.name: (kind, trace) for kind, trace in self.traces}
         for (name, batch), policies in raced.items():
-            for size in map(Static, range(LARGEST + 1) if name in kinds else ()):
+            for size in map(Static, range(MAX_DRAFTS + 1) if name in kinds else ()):
                 if size.name not in policies:
                     kind, trace = kinds[name]
                     run = simulate(size, part(trace, batch, self.tokens[batch]), self.costs, batch, ahead=self.ahead)
                     yield replace(speculation.point(run, kind), expected=True)
 
     def setup(self) -> dict:
-        absent = set(range(LARGEST + 1)) - {
-            size for r in self.ran for size in range(LARGEST + 1) if r.policy == Static(size).name
+        absent = set(range(MAX_DRAFTS + 1)) - {
+            size for r in self.ran for size in range(MAX_DRAFTS + 1) if r.policy == Static(size).name
         }
         notes = [f"{trace.name}: {dict(trace.provenance)}" for _, trace in self.traces]
         if absent and not self.traces:
@@ -193,7 +193,7 @@ def _check_excerpts(race: Race) -> None:
     """Sizes that ran are expected to make of the excerpts what they were expected to make then. Raises InputError."""
     whole = {trace.name: trace for _, trace in race.traces}
     for r in race.ran:
-        size = next((k for k in range(LARGEST + 1) if r.policy == Static(k).name), None)
+        size = next((k for k in range(MAX_DRAFTS + 1) if r.policy == Static(k).name), None)
         if r.trace in whole and size is not None:
             if r.batch not in race.tokens:
                 raise InputError(

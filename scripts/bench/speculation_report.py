@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from dsv4.speculation import LARGEST, CostTable
+from dsv4.speculation import MAX_DRAFTS, CostTable
 from scripts.bench.report import headline
 from scripts.bench.speculation import BOUNDS, GOALS, JUDGED, Point, Timeline, groups, ranked, references, verdicts
 
@@ -132,7 +132,7 @@ def _costs(costs: CostTable) -> list[str]:
     batches = sorted(costs.batches.items())
     following, plain = sorted({n for _, c in batches for n, _ in c.catch_up}), any(c.plain for _, c in batches)
     heads = [
-        *map(str, range(LARGEST + 1)),
+        *map(str, range(MAX_DRAFTS + 1)),
         "one draft",
         *[f"following {n}" for n in following],
         *["plain step"] * plain,

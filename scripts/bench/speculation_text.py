@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from dsv4.model import Model
-from dsv4.speculation import LARGEST, CostTable, Request, Trace
+from dsv4.model.deepseek_v4 import Model
+from dsv4.speculation import MAX_DRAFTS, CostTable, Request, Trace
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.prefill import prefill
 from dsv4.speculation.resident_drafters import primed
@@ -47,7 +47,7 @@ def race_texts(
     ]
     if not policies:
         return []
-    room = max(len(row) for rows in prompts.values() for row in rows) + tokens + 2 * LARGEST
+    room = max(len(row) for rows in prompts.values() for row in rows) + tokens + 2 * MAX_DRAFTS
     recorded = {kind: _trace(model, kind, rows, room, tokens) for kind, rows in prompts.items()}
     plain: dict[str, list[list[int]]] = {}
     found = []
@@ -72,7 +72,7 @@ def race_texts(
 
 
 def _trace(model: Model, kind: str, rows: list[list[int]], room: int, tokens: int) -> Trace:
-    seen = record(model, model.new_cache(len(rows), room, max_rewind=LARGEST), rows, tokens)
+    seen = record(model, model.new_cache(len(rows), room, max_rewind=MAX_DRAFTS), rows, tokens)
     return Trace(kind, tuple(Request(f"{kind} {i}", row) for i, row in enumerate(seen)), {"kind": "recorded here"})
 
 

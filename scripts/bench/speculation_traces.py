@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dsv4.errors import InputError
-from dsv4.speculation import LARGEST, Request, Trace, read_trace, write_trace
+from dsv4.speculation import MAX_DRAFTS, Request, Trace, read_trace, write_trace
 from dsv4.speculation.trace import mixed, stationary
 
 FOLDER = Path(__file__).parent / "speculation_traces"
@@ -66,7 +66,7 @@ def prompts(pattern: str, encode: Callable[[str], list[int]]) -> Iterator[list[i
 def record_all(checkpoint: Path, out: Path, said: Callable[[str], None]) -> list[Path]:
     """One trace for each kind of text. Raises CheckpointError, InputError."""
     from dsv4 import load_model
-    from dsv4.tokenizer import Tokenizer
+    from dsv4.model.tokenizer import Tokenizer
     from scripts.bench import report
     from scripts.bench.speculation_gpu import record
 
@@ -82,7 +82,9 @@ def record_all(checkpoint: Path, out: Path, said: Callable[[str], None]) -> list
             raise InputError(
                 f"files {pattern} have {len(ids)} times {PROMPT} tokens; expected {ROWS}: run this in a whole checkout"
             )
-        seen = record(model, model.new_cache(ROWS, PROMPT + TOKENS + 2 * LARGEST, max_rewind=LARGEST), ids, TOKENS)
+        seen = record(
+            model, model.new_cache(ROWS, PROMPT + TOKENS + 2 * MAX_DRAFTS, max_rewind=MAX_DRAFTS), ids, TOKENS
+        )
         requests = tuple(Request(f"{name} {i}", row) for i, row in enumerate(seen))
         about = {
             "kind": "recorded",
@@ -93,7 +95,9 @@ def record_all(checkpoint: Path, out: Path, said: Callable[[str], None]) -> list
             "mean_accepted_of_8": round(float(seen.mean()), 3),
             **report.provenance("scripts/bench_speculation.py"),
         }
-        said(f"{name}: {seen.mean():.2f} of {LARGEST} drafts accepted on average; first draft {(seen > 0).mean():.0%}")
+        said(
+            f"{name}: {seen.mean():.2f} of {MAX_DRAFTS} drafts accepted on average; first draft {(seen > 0).mean():.0%}"
+        )
         written.append(out / f"{name}.json")
         write_trace(Trace(f"{checkpoint.name}, {name}", requests, about), written[-1])
     return written

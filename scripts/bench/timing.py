@@ -1,4 +1,4 @@
-"""What the machine itself can do, and what a run puts on the device; times are those of `dsv4.timing`."""
+"""What the machine itself can do, and what a run puts on the device; times are those of `dsv4.runtime.timing`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.timing import FLUSH_BYTES, Clock, Timing, capture, percentile, summary
+from dsv4.runtime.timing import FLUSH_BYTES, Clock, Timing, capture, percentile, summary
 
 __all__ = [
     "FLUSH_BYTES",

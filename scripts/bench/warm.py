@@ -15,9 +15,9 @@ from functools import partial
 from multiprocessing import get_context
 from unittest.mock import patch
 
-from dsv4.model import Model
+from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.machine import usable_processors
-from dsv4.speculation import LARGEST, Static, on_device
+from dsv4.speculation import MAX_DRAFTS, Static, on_device
 
 LAYERS = 5  # Flash's first: two windows, CSA, HCA, CSA; three of them route by hash
 # of such a model (6.0 GiB: one layer's experts, embeddings, head), its context and caches on the device: as many
@@ -31,7 +31,7 @@ def small_dummy(widths: str, backend: str = "triton", device: str = "cuda") -> M
     """The first layers of `widths` and the MTP block, all with the experts of the first."""
     from torch import nn
 
-    from dsv4 import dummy
+    from dsv4.model import dummy
 
     real = dummy.Model
 
@@ -65,7 +65,12 @@ def _round(batch: int, size: int, context: int) -> None:
     from scripts.bench.speculation_gpu import traced
 
     rounds = traced(
-        _model, batch, context, 4 * (LARGEST + 2), on_device(Static(size), batch, _model.device), [size or LARGEST]
+        _model,
+        batch,
+        context,
+        4 * (MAX_DRAFTS + 2),
+        on_device(Static(size), batch, _model.device),
+        [size or MAX_DRAFTS],
     )
     with torch.inference_mode():
         rounds._round(size)
@@ -79,7 +84,7 @@ def warm(
     """Rounds of every size that were run, and the seconds it took; what is not done within `seconds` is left to the
     caller."""
     begun, done = time.monotonic(), 0
-    work = [(batch, size) for size in range(LARGEST, -1, -1) for batch in batches]
+    work = [(batch, size) for size in range(MAX_DRAFTS, -1, -1) for batch in batches]
     pool = ProcessPoolExecutor(min(jobs, len(work)), get_context("spawn"), _begin, (load,))
     try:
         with suppress(BrokenProcessPool, TimeoutError):

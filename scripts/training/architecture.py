@@ -5,12 +5,12 @@ import math
 import torch
 from torch import nn
 
-from dsv4.config import ModelConfig
 from dsv4.kernels.quantize import WeightFormat
-from dsv4.linear import Matrix, Storage
 from dsv4.loaders.expected import official_tensors
-from dsv4.model import Model
-from dsv4.numerics import Numerics
+from dsv4.model.config import ModelConfig
+from dsv4.model.deepseek_v4 import Model
+from dsv4.model.linear import Matrix, Storage
+from dsv4.model.numerics import Numerics
 
 CONFIG = dict(
     architectures=["DeepseekV4ForCausalLM"],

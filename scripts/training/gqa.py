@@ -8,14 +8,14 @@ import torch
 from tokenizers import Tokenizer, processors
 from torch import nn
 
-from dsv4.chat import BOS, EOS
 from dsv4.errors import InputError
-from dsv4.gqa.config import GQAConfig
-from dsv4.gqa.model import GQAModel
 from dsv4.kernels.rotary_rows.training import Whole
-from dsv4.linear import Storage
 from dsv4.loaders.write import tensor_bytes, write_checkpoint
-from dsv4.step import Step
+from dsv4.model.chat import BOS, EOS
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.model import GQAModel
+from dsv4.model.linear import Storage
+from dsv4.model.step import Step
 from scripts.training import state
 from scripts.training.architecture import BF16
 from scripts.training.tokenizer import BOS_ID, EOS_ID

@@ -4,7 +4,7 @@ slower than they run."""
 import torch
 from torch.func import functional_call
 
-from dsv4.capture import capturing
+from dsv4.runtime.capture import capturing
 
 LIMIT = 48  # graphs of one shape; each keeps a gradient of every parameter
 

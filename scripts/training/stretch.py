@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dsv4.kernels.errors import Dsv4Error
-from dsv4.load import resolve_device
+from dsv4.model.load import resolve_device
 from scripts.training import state
 from scripts.training.optimiser import Optimiser
 from scripts.training.recipe import Recipe, Stage

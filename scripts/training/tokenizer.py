@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from dsv4.chat import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
+from dsv4.model.chat import ASSISTANT, BOS, END_THINK, EOS, THINK, USER
 
 CONTROL = [BOS, EOS, USER, ASSISTANT, THINK, END_THINK]
 BOS_ID, EOS_ID = 0, 1

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsv4.attention import CSAAttention
+from dsv4.cache.sequence import SequenceCompressor, drafts, whole
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
-from dsv4.model import Model
-from dsv4.moe import Gate
-from dsv4.sequence import SequenceCompressor, drafts, whole
-from dsv4.step import Step
+from dsv4.model.attention import CSAAttention
+from dsv4.model.deepseek_v4 import Model
+from dsv4.model.moe import Gate
+from dsv4.model.step import Step
 from scripts.training.architecture import shipped_forms
 from scripts.training.state import is_matrix
 

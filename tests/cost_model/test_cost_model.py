@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from dsv4 import planning
 from dsv4.cost_model import csa, session
 from dsv4.cost_model.defaults import assumed
 from dsv4.cost_model.fit import CostModel, Price, Quality, fit, least_squares, r_squared
@@ -19,6 +18,7 @@ from dsv4.cost_model.report import _cell, markdown, priced, times, verdict
 from dsv4.cost_model.rows import Measured
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import block_scores
+from dsv4.runtime import planning
 
 TRUTH = CostModel(3.0e12, 5e-6, {"bound of 128": Price(14e-6), "bound of 16": Price(6e-6, 0.4e-9, 1.5e-6)})
 SMALL = Geometry(4, 2, 16, 4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsv4.cost_model import measure
-from dsv4.probes import provenance
+from dsv4.probes.report import provenance
 from tests.commands import exit_code
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from dsv4.cli import app
+from dsv4.commands.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsv4 import load_model
 from dsv4.errors import Dsv4Error, InputError, RewindError
-from dsv4.graph import DecodeGraph
+from dsv4.runtime.graph import DecodeGraph
 from tests.engine.conftest import paged
 from tests.gqa import oracle
 

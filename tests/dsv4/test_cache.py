@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.cache import Cache
-from dsv4.config import LayerKind, ModelConfig
+from dsv4.cache.linear import Cache
+from dsv4.cache.streams import CHAINED, cache_streams
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.loaders.expected import preset
-from dsv4.memory import cache_rows, format_bytes, parse_count
-from dsv4.numerics import NUMERICS
-from dsv4.streams import CHAINED, cache_streams
+from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.numerics import NUMERICS
+from dsv4.runtime.memory import cache_rows
+from dsv4.units import format_bytes, parse_count
 
 
 def resident() -> int:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dsv4.capture import capturing
+from dsv4.runtime.capture import capturing
 
 
 class Owner:

@@ -100,8 +100,8 @@ def test_sampling_follows_the_seed(run, demo):
 
 
 def test_chat_wraps_the_prompt_in_control_tokens(run, demo):
-    from dsv4.chat import ASSISTANT, BOS, END_THINK, THINK, USER
-    from dsv4.tokenizer import Tokenizer
+    from dsv4.model.chat import ASSISTANT, BOS, END_THINK, THINK, USER
+    from dsv4.model.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(demo, 320)
     c = tokenizer.control
@@ -293,7 +293,7 @@ def test_a_table_in_a_pipe_has_whole_lines(run, demo):
     ids=("max_context", "checkpoint", "vocabulary", "beyond"),
 )
 def test_a_prompt_that_cannot_run_is_refused_before_the_weights_are_read(run, demo, monkeypatch, args, message):
-    monkeypatch.setattr("dsv4.run.load_model", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("dsv4.commands.generate.load_model", lambda *a, **k: pytest.fail("weights were read"))
     code, out, err = run("generate", demo, *args)
     assert code == 2 and out == "" and err.count("\n") == 1 and message in err
 
@@ -302,7 +302,7 @@ def test_a_prompt_that_cannot_run_is_refused_before_the_weights_are_read(run, de
 def test_a_batch_without_requests_is_refused_before_the_weights_are_read(run, demo, monkeypatch, tmp_path, held):
     import io
 
-    monkeypatch.setattr("dsv4.run.load_model", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("dsv4.commands.generate.load_model", lambda *a, **k: pytest.fail("weights were read"))
     (tmp_path / "asked").write_text(held)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(held.encode())))
     for file in (tmp_path / "asked", "-"):
@@ -409,7 +409,7 @@ def test_a_real_process_streams_and_survives_a_closed_pipe(demo):
 
 
 def test_characters_of_several_bytes_stream_whole(demo):
-    from dsv4.tokenizer import TextStream, Tokenizer
+    from dsv4.model.tokenizer import TextStream, Tokenizer
 
     tokenizer = Tokenizer(demo, 320)
     text = "naïve 北京 🦉!"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dsv4 import demo
+from dsv4.commands import demo
 
 
 def test_it_generates_from_the_demo_checkpoint(command_line):

@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from dsv4 import dummy
-from dsv4.dummy import fill_cache, load_dummy
 from dsv4.errors import InputError
-from dsv4.graph import DecodeGraph
 from dsv4.loaders.ledger import poison, poisoned
+from dsv4.model import dummy
+from dsv4.model.dummy import fill_cache, load_dummy
+from dsv4.runtime.graph import DecodeGraph
 from tests.checkpoints import SMALL
 
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.engine.generate import Sampling, generate
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.generate import Sampling, generate
-from dsv4.graph import DecodeGraph
-from dsv4.numerics import NUMERICS
+from dsv4.model.numerics import NUMERICS
+from dsv4.runtime.graph import DecodeGraph
 from tests import checkpoints
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -128,10 +128,10 @@ def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numeric
 def test_a_long_step_sees_what_the_ring_will_hold():
     """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same
     numbers."""
+    from dsv4.cache.rows import Ring
     from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, read_rows
     from dsv4.kernels.quantize import simulate_fp8_blocks
-    from dsv4.rows import Ring
-    from dsv4.step import Step
+    from dsv4.model.step import Step
 
     W, D, rope, T, room = 8, 96, 32, 50, 4
     rows = PackedRows(

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import dsv4
-from dsv4 import cli
-from dsv4.help import EXAMPLES, GROUPS, ORDER
-from dsv4.threads import SMALL, limited_threads, thread_count
+from dsv4.commands import cli
+from dsv4.commands.help import EXAMPLES, GROUPS, ORDER
+from dsv4.runtime.threads import SMALL, limited_threads, thread_count
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def test_output_that_cannot_be_written_is_one_line(out, message):
 
 
 def test_a_report_s_version_is_the_package_s():
-    from dsv4.probes import provenance
+    from dsv4.probes.report import provenance
 
     assert provenance.versions()["dsv4"] == dsv4.__version__
 
@@ -136,7 +136,7 @@ def test_threads_are_the_user_s_else_one_for_small_models(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     assert thread_count(64, None, 6) == 6 and thread_count(64, 3, 6) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("dsv4.threads.usable_processors", lambda: 4)
+    monkeypatch.setattr("dsv4.runtime.threads.usable_processors", lambda: 4)
     assert thread_count(SMALL - 1, None, 64) == 1 and thread_count(SMALL, None, 64) == 4
     assert thread_count(None, None, 2) == 2 and thread_count(SMALL, 5, 64) == 5
 
@@ -149,7 +149,7 @@ def test_a_command_computes_with_so_many_threads(
     """Of a model of hidden size below 1024, whatever torch itself would take."""
     import torch
 
-    from dsv4.causal import CausalLM
+    from dsv4.model.causal import CausalLM
 
     seen, append = set(), CausalLM.append
     monkeypatch.setattr(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.dummy import fill_cache
-from dsv4.step import CapturedStep
+from dsv4.model.dummy import fill_cache
+from dsv4.model.step import CapturedStep
 from tests import checkpoints
 from tests.dsv4.launches import WIDE, Launches, on_hopper
 

@@ -11,11 +11,11 @@ from dsv4 import load_model
 from dsv4.errors import InputError
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.kernels.quantize import WeightFormat
-from dsv4.load import pieces_of, plan_model, resolve_backend, write_parameters
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.ledger import poison, poisoned
 from dsv4.loaders.load import Inventory
-from dsv4.numerics import NUMERICS
+from dsv4.model.load import pieces_of, plan_model, resolve_backend, write_parameters
+from dsv4.model.numerics import NUMERICS
 from tests import checkpoints
 from tests.checkpoints import edit_config
 

@@ -15,7 +15,7 @@ GIB = 1 << 30
 def peak_of(code: str, *args) -> list[int]:
     """Integers that a fresh process prints."""
     prelude = (
-        "import sys, torch\ntorch.set_num_threads(1)\nfrom dsv4 import load_model\nfrom dsv4.memory import "
+        "import sys, torch\ntorch.set_num_threads(1)\nfrom dsv4 import load_model\nfrom dsv4.runtime.memory import "
         "peak_bytes\n"
         "peak = lambda: peak_bytes(torch.device('cpu'))\n"
     )

@@ -49,7 +49,7 @@ def test_index_keys_are_fp4_after_hadamard(official):
 
 
 def test_index_queries_go_through_the_same_transform_as_the_keys(official):
-    from dsv4.step import Step
+    from dsv4.model.step import Step
 
     qr, queries = torch.randn(20, 64, generator=torch.Generator().manual_seed(0)), {}
     for numerics in ("qat:fp32", "fp32"):
@@ -105,8 +105,8 @@ def test_simulation_changes_the_logits_and_stays_near(official):
 
 
 def test_nvfp4_and_mxfp4_of_the_same_values_give_the_same_logits(official, tmp_path):
-    from dsv4.config import ModelConfig
     from dsv4.loaders.convert import convert
+    from dsv4.model.config import ModelConfig
 
     convert(official, tmp_path / "nv", "nvfp4", ModelConfig.from_official(checkpoints.SMALL))
     for numerics in ("fp32", "qat:fp32"):

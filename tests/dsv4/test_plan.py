@@ -7,13 +7,13 @@ import pytest
 import torch
 from accelerate import infer_auto_device_map
 
-from dsv4 import gpus, planning
-from dsv4.gpus import MIB, Unit, max_memory, memory_limits, named_bytes, shares, split
-from dsv4.load import plan_model
+from dsv4.commands.generate import parse_max_memory
 from dsv4.loaders.load import Inventory
-from dsv4.numerics import NUMERICS
-from dsv4.offload import WHOLE, _places
-from dsv4.run import parse_max_memory
+from dsv4.model.load import plan_model
+from dsv4.model.numerics import NUMERICS
+from dsv4.model.offload import WHOLE, _places
+from dsv4.runtime import gpus, planning
+from dsv4.runtime.gpus import MIB, Unit, max_memory, memory_limits, named_bytes, shares, split
 
 H100 = named_bytes("h100")
 

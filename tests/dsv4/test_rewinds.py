@@ -6,9 +6,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dsv4 import load_model
+from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import RewindError
-from dsv4.graph import DecodeGraph
-from dsv4.speculation.policy import LARGEST
+from dsv4.runtime.graph import DecodeGraph
 from tests.conftest import TOLERANCE
 from tests.engine.conftest import random_ids, same
 
@@ -100,7 +100,7 @@ class Pair:
 SIZES = st.sampled_from([0, 1, 2, 5, 6, 24])
 MOVE = st.one_of(
     st.tuples(st.just("append"), st.tuples(SIZES, SIZES), st.sampled_from([None, 1, 7])),
-    st.tuples(st.just("draft"), st.integers(0, LARGEST)),
+    st.tuples(st.just("draft"), st.integers(0, MAX_DRAFTS)),
     st.tuples(st.just("rewind"), st.tuples(st.integers(0, 6), st.integers(0, 6))),
 )
 
@@ -141,7 +141,7 @@ def moved(small, moves, max_rewind) -> None:
 def test_a_rewind_after_chained_drafts_is_served(small):
     pair = Pair(small, 2, 8, 0)
     pair.append([20, 20], None)
-    pair.draft(LARGEST)
+    pair.draft(MAX_DRAFTS)
     assert pair.behind == [19, 19] and pair.rewind([8, 8]) and pair.lengths == [12, 12] and pair.behind == [11, 11]
     pair.append([3, 1], None)
     pair.draft(3)
@@ -152,7 +152,7 @@ def test_a_rewind_that_the_block_cannot_follow_changes_nothing(small):
     pair = Pair(small, 2, 2, 0)
     pair.append([20, 20], None)
     pair.forgets = False
-    pair.draft(LARGEST + 4)
+    pair.draft(MAX_DRAFTS + 4)
     with pytest.raises(RewindError, match="filled to 31 tokens"):
         pair.both[0].rewind([0, 2])
     with pytest.raises(RewindError):

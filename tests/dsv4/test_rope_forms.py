@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from dsv4.config import ModelConfig
+from dsv4.model.config import ModelConfig
+from dsv4.model.rope import frequencies
 from dsv4.probes.oracle.attention import frequencies as in_float64
 from dsv4.probes.oracle.config import OracleConfig
-from dsv4.rope import frequencies
 from tests import oracle
 
 

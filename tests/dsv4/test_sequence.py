@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.linear import Storage
-from dsv4.model import Model
-from dsv4.numerics import numerics_named
-from dsv4.sequence import drafts, whole
+from dsv4.cache.sequence import drafts, whole
+from dsv4.model.deepseek_v4 import Model
+from dsv4.model.linear import Storage
+from dsv4.model.numerics import numerics_named
 from tests import checkpoints
 
 RAW = {**checkpoints.SMALL, "index_n_heads": 16}

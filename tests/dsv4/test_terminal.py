@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dsv4.probes import detection
+from dsv4.probes.selftest import detection
 from tests.dsv4.test_cli import demo  # noqa: F401  (fixture: a checkpoint with a tokenizer)
 from tests.fidelity.conftest import gqa, gqa_path  # noqa: F401  (fixtures: a GQA checkpoint with a tokenizer)
 from tests.terminal import in_terminal, screen
@@ -35,7 +35,7 @@ def terminal(tmp_path):
 @pytest.fixture(scope="module")
 def text(demo):
     """What the model says after WORDS."""
-    from dsv4 import run
+    from dsv4.commands import generate as run
 
     request = run.Request(prompt=WORDS[1], max_new_tokens=12)
     session = run.Session(demo, run.Choices())

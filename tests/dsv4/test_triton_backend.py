@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.dummy import fill_cache, load_dummy
-from dsv4.generate import generate
-from dsv4.graph import DecodeGraph
+from dsv4.engine.generate import generate
+from dsv4.model.dummy import fill_cache, load_dummy
+from dsv4.runtime.graph import DecodeGraph
 from tests import checkpoints
 from tests.parity import assert_quiet, assert_repeats
 
@@ -84,7 +84,7 @@ def test_greedy_text_of_the_demo(numerics, cache, index_cache):
     How far rounding moves logits is measured: the reference's on the CPU, which sums in another order, against the
     reference's on the GPU. Triton's may be twice as far, and a token may differ where the logits of both are nearer
     than that."""
-    from dsv4.tokenizer import Tokenizer
+    from dsv4.model.tokenizer import Tokenizer
 
     reference, ours = pair(DEMO, numerics, cache, index_cache)
     on_cpu = load_model(DEMO, backend="reference", numerics=numerics, cache=cache, index_cache=index_cache, mtp=False)

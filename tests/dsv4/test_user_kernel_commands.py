@@ -88,7 +88,7 @@ def test_a_kernel_belongs_to_dsv4_s_own_model(command_line, official):
 
 def test_new_processes_and_second_models_of_an_audit_run_the_kernel(official, file):
     from dsv4.kernels.replacing import replacements_of
-    from dsv4.probes import fresh_process, placement
+    from dsv4.probes.catalogue import fresh_process, placement
     from dsv4.probes.subjects.ours import OurSubject
 
     kernels = replacements_of({"sparse_attention": f"{file}:same"})

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.paged_cache import PagedCache, new_paged_cache
+from dsv4.cache.paged import PagedCache, new_paged_cache
 from tests.checkpoints import edit_config
 
 NUMERICS = {

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from dsv4.graph import BlockGraph, DecodeGraph
-from dsv4.paged_view import PagedView
-from dsv4.paging import pool_pages
-from dsv4.speculation import LARGEST, Static
+from dsv4.cache.paged_view import PagedView
+from dsv4.cache.paging import pool_pages
+from dsv4.runtime.graph import BlockGraph, DecodeGraph
+from dsv4.speculation import MAX_DRAFTS, Static
 from dsv4.speculation.captured import Captured, CapturedBlock
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
@@ -206,11 +206,11 @@ def test_the_engine_together_says_what_plain_decoding_says(model, drafter, pages
 
 
 @pytest.mark.few(further=[0])
-@pytest.mark.parametrize("further", [0, LARGEST + 1], ids=["no further", "room behind it"])
+@pytest.mark.parametrize("further", [0, MAX_DRAFTS + 1], ids=["no further", "room behind it"])
 def test_rows_together_up_to_the_end_of_their_context(model, monkeypatch, further):
     """Rows whose drafts are right, half right and wrong: one is near the end while another drafts four. Where tables
     have room for that, as they have on a GPU, every pass is a step; else some are appends."""
-    monkeypatch.setattr("dsv4.paged_cache.capacity", lambda model, limit: limit + further)
+    monkeypatch.setattr("dsv4.cache.paged.capacity", lambda model, limit: limit + further)
     requests = prompts_of(model, 3, 40, 24)
     right = dict(zip((r.prompt_ids for r in requests), (99, 2, 0)))
     engine, results = engine_of(

@@ -4,9 +4,9 @@ shuffled."""
 import pytest
 import torch
 
+from dsv4.cache.paged import PagedCache, new_paged_cache
+from dsv4.cache.paging import pool_pages
 from dsv4.errors import ContextOverrun, InputError, OutOfPages, RewindError
-from dsv4.paged_cache import PagedCache, new_paged_cache
-from dsv4.paging import pool_pages
 from tests.engine.conftest import paged, random_ids, same
 
 

@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from dsv4.cache.paging import NOWHERE, PageGroup, PagePool
 from dsv4.errors import OutOfPages, PageError
-from dsv4.paging import NOWHERE, PageGroup, PagePool
 
 PAGES, ROWS = 7, 8
 

@@ -4,8 +4,8 @@ plain Cache."""
 import pytest
 import torch
 
+from dsv4.cache.prefixes import PrefixTree
 from dsv4.errors import InputError
-from dsv4.prefixes import PrefixTree
 from tests.engine.conftest import paged, prefill, random_ids, same
 
 DECODED = 5

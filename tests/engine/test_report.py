@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4.cache.paging import PagePool
+from dsv4.commands.generate import speculation_notes
 from dsv4.engine.plots import committed, svg
 from dsv4.engine.report import markdown
 from dsv4.engine.requests import percentiles
 from dsv4.engine.watch import POINTS, Watch
-from dsv4.paging import PagePool
-from dsv4.run import speculation_notes
 from tests.engine.conftest import random_ids
 
 LINES = [

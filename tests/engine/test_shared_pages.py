@@ -40,7 +40,7 @@ def test_a_request_that_resumes_in_another_row_needs_no_second_page_for_its_own_
 def test_a_page_that_another_row_holds_is_no_reason_to_forget_a_prefix(model):
     """Dropping the prefix would leave two holders, and a copy would be made all the same."""
     cache = paged(model, 3, 400, max_rewind=0, prefixes=3)
-    from dsv4.prefixes import PrefixTree
+    from dsv4.cache.prefixes import PrefixTree
 
     tree, ids = PrefixTree(cache), random_ids(model, 140).tolist()
     prefill(model, cache, ids[:128], 0, tree.remember)

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from dsv4.probes.fidelity import document, markdown, plots
-from dsv4.probes.fidelity.settings import EFFORTS, settle
-from dsv4.probes.recall import plots as recall_plots
+from dsv4.probes.measure.fidelity import document, markdown, plots
+from dsv4.probes.measure.fidelity.settings import EFFORTS, settle
+from dsv4.probes.measure.recall import plots as recall_plots
 from tests.dsv4.test_cli import ROOT, demo  # noqa: F401  (fixture: a checkpoint with a tokenizer)
 from tests.texts import PROSE
 

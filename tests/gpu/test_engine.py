@@ -5,17 +5,17 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.cache.paged import new_paged_cache
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
-from dsv4.generate import Sampling, generate
-from dsv4.gqa.choice import Attention
+from dsv4.engine.generate import Sampling, generate
 from dsv4.kernels.block_choice import Policy
-from dsv4.paged_cache import new_paged_cache
+from dsv4.model.gqa.choice import Attention
+from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
-from dsv4.tokenizer import Tokenizer
 from scripts.bench.speculation_traces import PROMPT, ROOT
 from scripts.bench.waits import counted_syncs
 from tests.texts import CODE, PROSE

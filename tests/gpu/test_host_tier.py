@@ -8,12 +8,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("slots", [8, 20])
 def test_a_captured_step_over_changing_choices(slots):
-    from dsv4.host_tier.grouped import HostRows
+    from dsv4.cache.host_tier.grouped import HostRows
     from dsv4.kernels.block_choice import Policy
     from dsv4.kernels.block_summaries import summarise_blocks
     from dsv4.kernels.dispatch import DispatchLedger, bind
     from dsv4.kernels.operations import GQA_OPERATIONS
-    from dsv4.timing import capture
+    from dsv4.runtime.timing import capture
 
     op, policy = bind(GQA_OPERATIONS, "triton", DispatchLedger()), Policy("bound", "bound", 128, 1, 2, 5)
     B, H, KV, S, D, scale, device = 2, 28, 4, 64 * 128, 128, 128**-0.5, torch.device("cuda")
@@ -53,12 +53,12 @@ def test_a_captured_step_over_changing_choices(slots):
 
 
 def test_dense_attention_streamed_in_a_graph():
-    from dsv4.host_tier.grouped import HostRows
-    from dsv4.host_tier.stream import DenseStream
+    from dsv4.cache.host_tier.grouped import HostRows
+    from dsv4.cache.host_tier.stream import DenseStream
     from dsv4.kernels.block_choice import block_bounds
     from dsv4.kernels.dispatch import DispatchLedger, bind
     from dsv4.kernels.operations import GQA_OPERATIONS
-    from dsv4.timing import capture
+    from dsv4.runtime.timing import capture
 
     op, device = bind(GQA_OPERATIONS, "triton", DispatchLedger()), torch.device("cuda")
     layers = [HostRows(1, 4, 16384, 128, torch.bfloat16, device, block_bounds(4096)) for _ in range(5)]
@@ -81,12 +81,12 @@ def test_dense_attention_streamed_in_a_graph():
 
 
 def test_a_guess_on_a_branch_of_the_graph():
-    from dsv4.host_tier.ahead import Ahead
-    from dsv4.host_tier.grouped import HostRows
+    from dsv4.cache.host_tier.ahead import Ahead
+    from dsv4.cache.host_tier.grouped import HostRows
     from dsv4.kernels.block_choice import Policy
     from dsv4.kernels.dispatch import DispatchLedger, bind
     from dsv4.kernels.operations import GQA_OPERATIONS
-    from dsv4.timing import capture
+    from dsv4.runtime.timing import capture
 
     op, device, policy = (
         bind(GQA_OPERATIONS, "triton", DispatchLedger()),
@@ -132,11 +132,11 @@ def test_captured_steps_of_a_model(gqa_folder, name, ahead):
     """Two hundred replays over changing choices, with rewinds and an append between them: the logits of the resident
     cache's own graph, no wait for the device and no allocation."""
     from dsv4 import load_model
-    from dsv4.gqa.choice import Attention
-    from dsv4.graph import DecodeGraph
-    from dsv4.host_tier.choice import HostMemory
+    from dsv4.cache.host_tier.choice import HostMemory
     from dsv4.kernels.block_choice import Policy
     from dsv4.kernels.grouped_attention import Termination
+    from dsv4.model.gqa.choice import Attention
+    from dsv4.runtime.graph import DecodeGraph
 
     ways = {
         "bound": Attention(Policy("bound", "bound", 16, 1, 2, 3)),
@@ -181,10 +181,10 @@ def test_captured_steps_of_a_model(gqa_folder, name, ahead):
 @pytest.mark.parametrize("speculate", [None, "passes", "rounds"])
 def test_text_of_a_model(gqa_folder, speculate):
     from dsv4 import load_model
-    from dsv4.generate import generate
-    from dsv4.gqa.choice import Attention
-    from dsv4.host_tier.choice import HostMemory
+    from dsv4.cache.host_tier.choice import HostMemory
+    from dsv4.engine.generate import generate
     from dsv4.kernels.block_choice import Policy
+    from dsv4.model.gqa.choice import Attention
     from dsv4.speculation.draft import LookupDrafter
     from dsv4.speculation.loop import generate_speculative
     from dsv4.speculation.resident import generate_resident
@@ -205,8 +205,8 @@ def test_text_of_a_model(gqa_folder, speculate):
 def test_entries_under_captured_steps(tmp_path, cache):
     """A prompt long enough that the entries are brought whole, then captured steps of one and three tokens."""
     from dsv4 import load_model
-    from dsv4.graph import DecodeGraph
-    from dsv4.host_tier.choice import HostMemory
+    from dsv4.cache.host_tier.choice import HostMemory
+    from dsv4.runtime.graph import DecodeGraph
     from tests import checkpoints
 
     model = load_model(checkpoints.write_official(tmp_path / "official"), numerics="native", device="cuda", cache=cache)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.generate import Sampling, generate
+from dsv4.engine.generate import Sampling, generate
+from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Adaptive, CostAware, Static, on_device
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
@@ -15,7 +16,6 @@ from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
-from dsv4.tokenizer import Tokenizer
 from scripts.bench.speculation_costs import moe
 from scripts.bench.speculation_gpu import Scheduled
 from scripts.bench.speculation_traces import PROMPT, ROOT

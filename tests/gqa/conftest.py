@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.gqa.choice import Attention
+from dsv4.model.gqa.choice import Attention
 from tests.gqa import oracle
 from tests.texts import PROSE
 

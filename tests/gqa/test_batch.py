@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
+from dsv4.cache.paging import pool_pages
 from dsv4.engine import BatchEngine, Request
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun, InputError, OutOfPages
-from dsv4.generate import generate
-from dsv4.gqa.choice import Attention
-from dsv4.paging import pool_pages
+from dsv4.model.gqa.choice import Attention
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter

@@ -6,24 +6,25 @@ import json
 import pytest
 import torch
 
-from dsv4 import dummy, load_model
-from dsv4.dummy import fill_cache, load_dummy
-from dsv4.gqa import dummy as geometries
-from dsv4.gqa.choice import NAMES, attention_named
-from dsv4.gqa.config import GQAConfig
-from dsv4.graph import DecodeGraph
+from dsv4 import load_model
 from dsv4.kernels.block_choice import POLICIES, block_bounds
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.loaders.load import Inventory
-from dsv4.planning import plan
+from dsv4.model import dummy
+from dsv4.model.dummy import fill_cache, load_dummy
+from dsv4.model.gqa import dummy as geometries
+from dsv4.model.gqa.choice import NAMES, attention_named
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.runtime.graph import DecodeGraph
+from dsv4.runtime.planning import plan
 from tests.checkpoints import SMALL
 
 IDS = ",".join(map(str, range(3, 303)))
 
 
 def test_names_are_those_of_the_policies():
-    from dsv4 import options
+    from dsv4.commands import options
 
     assert list(options.POLICIES) == list(NAMES) and len(NAMES) == len(POLICIES)
     assert attention_named(None) is None and attention_named("dense").plain

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dsv4.errors import ConfigError
-from dsv4.gqa.config import GQAConfig
-from dsv4.gqa.rope import frequencies
 from dsv4.loaders.config_files import family_of
 from dsv4.loaders.errors import CheckpointError
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.rope import frequencies
 from tests.gqa.oracle import CONFIGS, TINY, randomised
 
 QWEN, LLAMA, MISTRAL = (

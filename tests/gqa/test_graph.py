@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun
-from dsv4.generate import generate
-from dsv4.graph import DecodeGraph, captures
 from dsv4.kernels import operations
 from dsv4.kernels.dispatch import Operation
+from dsv4.model.causal import captures
+from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
@@ -101,7 +102,7 @@ def test_prompts_of_every_size_equal_the_reference(folder):
 
 def test_a_captured_step_reads_positions_and_ids_where_they_are(folder):
     """One step object run again at other positions and with other ids: nothing of the first run was kept by value."""
-    from dsv4.step import CapturedStep
+    from dsv4.model.step import CapturedStep
 
     model = load_model(folder, numerics="fp32", device=DEVICE, backend="reference")
     ids, _ = prompts(model, 50)

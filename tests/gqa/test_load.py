@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsv4 import load_model
+from dsv4.commands.inspection import inspect
 from dsv4.errors import Dsv4Error, InputError
-from dsv4.inspection import inspect
 from dsv4.loaders.errors import CheckpointError
-from dsv4.planning import plan
+from dsv4.runtime.planning import plan
 from tests.checkpoints import edit_config
 from tests.conftest import TOLERANCE
 from tests.gqa import oracle

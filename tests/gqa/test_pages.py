@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.paged import new_paged_cache
+from dsv4.cache.paging import pool_pages
+from dsv4.cache.prefixes import PrefixTree
 from dsv4.errors import InputError, OutOfPages, UnsupportedInput
-from dsv4.gqa.choice import Attention
-from dsv4.graph import DecodeGraph
-from dsv4.host_tier.choice import HostMemory
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination
-from dsv4.paged_cache import new_paged_cache
-from dsv4.paging import pool_pages
-from dsv4.prefixes import PrefixTree
+from dsv4.model.gqa.choice import Attention
+from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
 from tests.engine.conftest import paged, random_ids, same
 from tests.gqa.tiles import Grown

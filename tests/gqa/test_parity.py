@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun, InputError, RewindError
-from dsv4.generate import generate
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from tests.conftest import TOLERANCE

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.engine.generate import generate
 from dsv4.errors import InputError, MissingSummaries
-from dsv4.generate import generate
-from dsv4.gqa.choice import Attention
-from dsv4.graph import DecodeGraph
 from dsv4.kernels.block_choice import Policy, block_bounds, block_means, dense, page_bounds, sink_window
 from dsv4.kernels.grouped_attention import Termination
+from dsv4.model.gqa.choice import Attention
+from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from tests.conftest import TOLERANCE
@@ -312,7 +312,7 @@ def test_a_layer_with_a_window_stays_dense_within_it(pair):
 def test_refusals(model, subject):
     with pytest.raises(InputError, match="divisor of 128"):
         Attention(Policy("wide", None, 256, 1, 1))
-    with pytest.raises(InputError, match="expected a dsv4.gqa.choice.Attention"):
+    with pytest.raises(InputError, match="expected a dsv4.model.gqa.choice.Attention"):
         model.attention = POLICIES["bound"]
     graph = DecodeGraph(model, filled(model, subject[2]))
     model.attention = Attention(POLICIES["sink and window"])

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.dummy import fill_cache, load_dummy
-from dsv4.generate import generate
-from dsv4.gqa.choice import Attention, attention_named
-from dsv4.graph import DecodeGraph, captures
+from dsv4.commands.generate import termination_notes
+from dsv4.engine.generate import generate
 from dsv4.kernels.block_choice import Policy, block_bounds, dense
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination, triton_decode
-from dsv4.run import termination_notes
+from dsv4.model.causal import captures
+from dsv4.model.dummy import fill_cache, load_dummy
+from dsv4.model.gqa.choice import Attention, attention_named
+from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dsv4 import load_model
-from dsv4.gqa.choice import attention_named
-from dsv4.host_tier import memory
-from dsv4.host_tier.choice import HostMemory
+from dsv4.cache.host_tier import memory
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.model.gqa.choice import attention_named
 
 ROOT = Path(__file__).resolve().parents[2]
 FP32 = ("--numerics", "fp32")  # bf16 products take several times as long on many processors
@@ -125,7 +125,7 @@ def test_refusals_are_one_line(command_line, args, message, monkeypatch):
 
 
 def test_nothing_is_guessed_unless_asked_for(command_line, monkeypatch):
-    from dsv4.host_tier import layer
+    from dsv4.cache.host_tier import layer
 
     made, real = [], layer.Ahead
     monkeypatch.setattr(layer, "Ahead", lambda device: made.append(device) or real(device))

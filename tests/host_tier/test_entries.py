@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.entries import HostEntries, host_cache
 from dsv4.errors import CapacityError
-from dsv4.graph import DecodeGraph
-from dsv4.host_tier.choice import HostMemory
-from dsv4.host_tier.entries import HostEntries, host_cache
+from dsv4.runtime.graph import DecodeGraph
 from tests import checkpoints
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,10 +4,10 @@ memory."""
 import pytest
 import torch
 
+from dsv4.cache.host_tier.ahead import Ahead
+from dsv4.cache.host_tier.grouped import HostRows
+from dsv4.cache.host_tier.stream import DenseStream
 from dsv4.errors import CapacityError
-from dsv4.host_tier.ahead import Ahead
-from dsv4.host_tier.grouped import HostRows
-from dsv4.host_tier.stream import DenseStream
 from dsv4.kernels.block_choice import Policy, dense, sink_window
 from dsv4.kernels.block_summaries import summarise_blocks
 from dsv4.kernels.dispatch import DispatchLedger, bind

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from dsv4.cache.host_tier import memory
+from dsv4.cache.host_tier.memory import HostBuffer, PinnedMemoryError
 from dsv4.errors import CapacityError
-from dsv4.host_tier import memory
-from dsv4.host_tier.memory import HostBuffer, PinnedMemoryError
 
 
 def test_a_buffer_on_the_cpu():

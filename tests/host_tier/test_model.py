@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.grouped import host_use
+from dsv4.cache.host_tier.layer import HostLayer
+from dsv4.engine.generate import generate
 from dsv4.errors import CapacityError, InputError, MissingSummaries
-from dsv4.generate import generate
-from dsv4.gqa.choice import Attention
-from dsv4.graph import DecodeGraph
-from dsv4.host_tier.choice import HostMemory
-from dsv4.host_tier.grouped import host_use
-from dsv4.host_tier.layer import HostLayer
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination
+from dsv4.model.gqa.choice import Attention
+from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.resident import generate_resident

@@ -6,7 +6,6 @@ from functools import lru_cache
 import pytest
 import torch
 
-from dsv4.gqa.config import GQAConfig
 from dsv4.kernels.contract import Contract, outcome, rebuilt
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.dispatch import DispatchLedger, bind
@@ -16,10 +15,11 @@ from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.kernels.widths import FLASH, SMALL, Widths
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.probes.faults.gqa_profiles import GQA_PROFILES
 from dsv4.probes.kernel_audit.acceptance import Truth, canaries, truth_of
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.subject import reference_of
-from dsv4.probes.mutations.gqa_profiles import GQA_PROFILES
 
 ALL = contracts()
 FINE = ("the table in bf16",)  # faults that a result in bf16 hides: a rotation keeps the size of each pair

@@ -48,7 +48,7 @@ def test_imports_ask_for_no_device():
         [
             sys.executable,
             "-c",
-            asked + "from dsv4.probes.selftest import preloaded\nfrom importlib import import_module\n"
+            asked + "from dsv4.probes.selftest.run import preloaded\nfrom importlib import import_module\n"
             "for name in preloaded(): import_module(name)\nprint('imported')",
         ],
         capture_output=True,

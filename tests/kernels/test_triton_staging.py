@@ -4,7 +4,7 @@ mapped."""
 import pytest
 import torch
 
-from dsv4.host_tier.memory import HostBuffer
+from dsv4.cache.host_tier.memory import HostBuffer
 from dsv4.kernels.block_summaries import summarise_blocks
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from dsv4.kernels.errors import UnsupportedInput

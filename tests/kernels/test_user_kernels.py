@@ -13,7 +13,7 @@ from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.kernels.replacing import Replaced, Replacement
 from dsv4.kernels.results import RESULTS, described, fits, wanted
 from dsv4.kernels.user import KernelSpec, load_kernel, parse_binding, source_sha256
-from dsv4.probes.contract_cases import calls
+from dsv4.probes.scenes.contract_cases import calls
 from dsv4.probes.subjects.files import FilesSubject
 from tests.conftest import ROOT
 

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 
-from dsv4.config import ModelConfig
 from dsv4.errors import ConfigError
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.loaders.config_files import INFERENCE_NAMES, nvfp4_quantization, to_official, to_transformers
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.expected import preset
+from dsv4.model.config import ModelConfig
 from tests import oracle
 
 YARN = oracle.TINY["rope_scaling"]

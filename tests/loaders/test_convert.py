@@ -10,13 +10,14 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from dsv4 import load_model, tables
-from dsv4.config import ModelConfig
+from dsv4 import load_model
+from dsv4.commands import tables
 from dsv4.loaders import write
 from dsv4.loaders.config_files import nvfp4_quantization
 from dsv4.loaders.convert import convert
 from dsv4.loaders.errors import CheckpointError, WriteError
 from dsv4.loaders.load import Inventory
+from dsv4.model.config import ModelConfig
 from tests import checkpoints
 
 CONFIG = ModelConfig.from_official(checkpoints.SMALL)

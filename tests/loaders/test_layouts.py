@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from dsv4.config import ModelConfig
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.expected import official_tensors, preset
 from dsv4.loaders.files import DTYPES, FileTensor, open_checkpoint
 from dsv4.loaders.layouts import canonical_sources, detect_layout, matrix_formats
+from dsv4.model.config import ModelConfig
 from tests import checkpoints, oracle
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.config import ModelConfig
 from dsv4.loaders import partial
 from dsv4.loaders.convert import convert
 from dsv4.loaders.errors import WriteError
 from dsv4.loaders.stopping import Stopped, stopped_by_signals
+from dsv4.model.config import ModelConfig
 from tests import checkpoints
 
 CONFIG = ModelConfig.from_official(checkpoints.SMALL)
@@ -31,7 +31,7 @@ def stop(name, value, dtype, shape):
     return real(name, value, dtype, shape)
 write._bytes = stop
 sys.argv = ["dsv4", "convert", source, out, "--to", "nvfp4", "--max-shard", "200000"]
-from dsv4.cli import main
+from dsv4.commands.cli import main
 main()
 """
 

@@ -99,7 +99,7 @@ def installed(tmp_path_factory):
     return run
 
 
-MAIN = "import sys; from dsv4.cli import main; sys.argv[0] = 'dsv4'; sys.exit(main())"
+MAIN = "import sys; from dsv4.commands.cli import main; sys.argv[0] = 'dsv4'; sys.exit(main())"
 
 
 @pytest.mark.sweep

@@ -21,7 +21,7 @@ def by_itself(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, args)])
         with pytest.raises(SystemExit) as stop, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'dsv4.probes", RuntimeWarning)  # other tests have imported it
-            runpy.run_module(f"dsv4.probes.{name}", run_name="__main__")
+            runpy.run_module(f"dsv4.probes.catalogue.{name}", run_name="__main__")
         return stop.value.code or 0, *capsys.readouterr()
 
     return call
@@ -30,6 +30,6 @@ def by_itself(monkeypatch, capsys):
 @pytest.fixture
 def quick(monkeypatch):
     """A self-test of only the probes that take no time."""
-    from dsv4.probes import selftest
+    from dsv4.probes.selftest import run as selftest
 
     monkeypatch.setattr(selftest, "available", lambda: ["edges", "memory_map"])

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from dsv4.kernels.rope import inverse_frequencies
-from dsv4.probes.index_oracle import IndexOracle
-from dsv4.probes.influence import Influence
+from dsv4.probes.catalogue.index_oracle import IndexOracle
+from dsv4.probes.catalogue.influence import Influence
+from dsv4.probes.catalogue.rope import Rope
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
-from dsv4.probes.rope import Rope
 from dsv4.probes.subjects.ours import OurSubject
 
 CSA, HCA = (1, 3), (2, 4)
@@ -189,7 +189,7 @@ class Other:
 def test_keys_beside_a_rounding_boundary_are_left_out_of_scores_and_others_are_not():
     """A code of FP4 that falls otherwise moves a score of every later query; a wrong key, or too many, are judged as
     they are."""
-    from dsv4.probes.index_oracle import rounded_otherwise
+    from dsv4.probes.catalogue.index_oracle import rounded_otherwise
 
     keys = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
 

@@ -7,8 +7,8 @@ import pytest
 from dsv4.errors import InputError
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.probes.audit import audit, open_subject, seconds
-from dsv4.probes.formats import json_report
 from dsv4.probes.probe import CATALOGUE
+from dsv4.probes.report import json_report
 from dsv4.probes.result import Status
 
 

@@ -15,12 +15,12 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.quantize import simulate_fp8_blocks
 from dsv4.kernels.widths import Widths
-from dsv4.probes import backend_matrix
-from dsv4.probes.backend_cases import cases_beside
-from dsv4.probes.backend_matrix import BackendMatrix, differing, error_of, most_of
-from dsv4.probes.contract_cases import contract_cases, size_of
+from dsv4.probes.catalogue import backend_matrix
+from dsv4.probes.catalogue.backend_matrix import BackendMatrix, differing, error_of, most_of
 from dsv4.probes.kernel_audit.harness import own
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.backend_cases import cases_beside
+from dsv4.probes.scenes.contract_cases import contract_cases, size_of
 from dsv4.probes.subjects.ours import OurSubject
 
 

@@ -4,16 +4,16 @@ model."""
 import pytest
 import torch
 
-from dsv4.probes.bisect import Bisection, reference_of
-from dsv4.probes.bisect_report import sentence, to_report
-from dsv4.probes.confirm import Confirmation
-from dsv4.probes.local import differences, expected, rounded
-from dsv4.probes.measure import oracle_of, tokens
+from dsv4.probes.blame.bisect import Bisection, reference_of
+from dsv4.probes.blame.bisect_report import sentence, to_report
+from dsv4.probes.blame.confirm import Confirmation
+from dsv4.probes.blame.local import differences, expected, rounded
+from dsv4.probes.blame.swaps import swapped
+from dsv4.probes.blame.swaps.ours import OurSwap
+from dsv4.probes.compare import oracle_of, tokens
 from dsv4.probes.result import Status
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.probes.swaps import swapped
-from dsv4.probes.swaps.ours import OurSwap
 from tests import checkpoints
 
 T = 300  # two HCA entries, 75 CSA entries of which 6 are selected

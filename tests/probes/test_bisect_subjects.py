@@ -4,13 +4,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dsv4.probes.bisect_report import sentence
-from dsv4.probes.formats import json_report
-from dsv4.probes.measure import tokens
-from dsv4.probes.record import record
+from dsv4.probes.blame.bisect_report import sentence
+from dsv4.probes.compare import tokens
+from dsv4.probes.report import json_report
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.dump import DumpSubject
 from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.subjects.record import record
 from dsv4.probes.subjects.transformers import TransformersSubject
 from tests.probes.test_bisect import T, bisected, gate_bias, kv_norm
 

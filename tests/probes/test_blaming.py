@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from dsv4.probes import influence, selftest
-from dsv4.probes.consult import culprit, left_of
-from dsv4.probes.measure import heavy_tailed, oracle_of
-from dsv4.probes.moe_edges import MoEEdges
-from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.probes.blame.consult import culprit, left_of
+from dsv4.probes.catalogue import influence
+from dsv4.probes.catalogue.moe_edges import MoEEdges
+from dsv4.probes.compare import heavy_tailed, oracle_of
+from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
-from dsv4.probes.selftest import Bench, look
+from dsv4.probes.selftest import run as selftest
+from dsv4.probes.selftest.run import Bench, look
 from dsv4.probes.subjects.ours import OurSubject
 from dsv4.probes.subjects.transformers import TransformersSubject
 

@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4.cache import Cache
-from dsv4.config import ModelConfig
-from dsv4.graph import DecodeGraph
+from dsv4.cache.linear import Cache
+from dsv4.cache.rows import Ring
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
-from dsv4.probes.backend_cases import cases_beside
-from dsv4.probes.backend_matrix import results
-from dsv4.probes.captured import SCENARIOS, Captured, exactly, starts_of
-from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.model.config import ModelConfig
+from dsv4.model.step import CapturedStep
+from dsv4.probes.catalogue.backend_matrix import results
+from dsv4.probes.catalogue.captured import SCENARIOS, Captured, exactly, starts_of
+from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.backend_cases import cases_beside
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.rows import Ring
-from dsv4.step import CapturedStep
+from dsv4.runtime.graph import DecodeGraph
 
 
 @pytest.fixture(scope="module")

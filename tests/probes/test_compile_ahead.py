@@ -7,10 +7,12 @@ import torch
 
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
-from dsv4.probes import backend_matrix, compile_ahead, machine
+from dsv4.probes import machine
 from dsv4.probes.audit import open_subject
-from dsv4.probes.compile_ahead import TURNS, Piece, pieces, run_piece
+from dsv4.probes.catalogue import backend_matrix
 from dsv4.probes.result import Status
+from dsv4.probes.scenes import compile_ahead
+from dsv4.probes.scenes.compile_ahead import TURNS, Piece, pieces, run_piece
 
 
 def test_every_operation_and_composition_is_a_piece_for_each_turn_and_dtype():

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from dsv4.loaders import config_files
-from dsv4.probes import selftest
-from dsv4.probes.measure import oracle_of
-from dsv4.probes.mutations import catalogue, profile, readings
-from dsv4.probes.mutations.readings import FORMS
+from dsv4.probes.compare import oracle_of
+from dsv4.probes.faults import catalogue, profile, readings
+from dsv4.probes.faults.readings import FORMS
 from dsv4.probes.oracle import Oracle, OracleConfig
 from dsv4.probes.oracle.config import Rotation
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
-from dsv4.probes.selftest import Bench, look
+from dsv4.probes.selftest import run as selftest
+from dsv4.probes.selftest.run import Bench, look
 from dsv4.probes.subjects.files import FilesSubject
 from tests import checkpoints
 

@@ -13,19 +13,19 @@ from dsv4.cost_model.fit import fit
 from dsv4.kernels.attention import reference as attention
 from dsv4.kernels.block_choice import block_bounds, dense
 from dsv4.kernels.grouped_attention import grouped_attention
-from dsv4.numerics import numerics_named
-from dsv4.planning import held_tensors, plan
+from dsv4.model.numerics import numerics_named
 from dsv4.probes.audit import open_subject
-from dsv4.probes.cost_audit import grouped, weights
-from dsv4.probes.cost_audit.fitting import SHAPES, made
-from dsv4.probes.cost_audit.mistakes import attention_mistakes, weight_mistakes
-from dsv4.probes.cost_audit.shapes import Shapes
-from dsv4.probes.cost_audit.watching import Called, Calls, read_rows, row_bytes
-from dsv4.probes.cost_model import POLICIES, CostModelProbe
-from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.probes.catalogue.cost_model import POLICIES, CostModelProbe
+from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
-from dsv4.probes.selftest import named, texts_of
+from dsv4.probes.scenes.cost_audit import grouped, weights
+from dsv4.probes.scenes.cost_audit.fitting import SHAPES, made
+from dsv4.probes.scenes.cost_audit.mistakes import attention_mistakes, weight_mistakes
+from dsv4.probes.scenes.cost_audit.shapes import Shapes
+from dsv4.probes.scenes.cost_audit.watching import Called, Calls, read_rows, row_bytes
+from dsv4.probes.selftest.run import named, texts_of
+from dsv4.runtime.planning import held_tensors, plan
 
 FAULTS = [m for m in catalogue() if m.section == "1.19"]
 TRIED = (  # here; the self-test plants them all
@@ -144,7 +144,7 @@ def test_what_cannot_be_asked_is_vacuous(profiles):
 @pytest.mark.parametrize("fault", [m for m in FAULTS if m.name in TRIED], ids=lambda m: m.name.replace(" ", "-"))
 def test_a_fault_is_named(profiles, monkeypatch, tmp_path, fault):
     """Where GQA models read every block and where they choose: the other policies show no more of these."""
-    monkeypatch.setattr("dsv4.probes.cost_model.POLICIES", POLICIES[:2])
+    monkeypatch.setattr("dsv4.probes.catalogue.cost_model.POLICIES", POLICIES[:2])
     site = Site(shutil.copytree(profiles[fault.profile], tmp_path / "copy"))
     try:
         fault.plant(site)

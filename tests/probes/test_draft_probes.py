@@ -5,15 +5,16 @@ import shutil
 import pytest
 import torch
 
-from dsv4.probes import draft_depth, engine_drafts, engine_scene, verification
-from dsv4.probes.known_drafts import KnownDrafter, Plain, promises_bits
-from dsv4.probes.measure import agreeing
-from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.probes.catalogue import draft_depth, engine_drafts, verification
+from dsv4.probes.catalogue.speculation import one
+from dsv4.probes.compare import agreeing
+from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
-from dsv4.probes.speculation import one
+from dsv4.probes.scenes import engine_scene
+from dsv4.probes.scenes.known_drafts import KnownDrafter, Plain, promises_bits
 from dsv4.probes.subjects.ours import OurSubject, open_ours
-from dsv4.speculation.policy import LARGEST
 
 BY_NAME = {m.name: m for m in catalogue()}
 RED = (Status.FAIL, Status.ERROR)
@@ -43,12 +44,12 @@ def parts(checks) -> set[str]:
 
 
 def passes(subject, length=6):
-    ids = torch.randint(0, 320, (1, length + LARGEST + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 320, (1, length + MAX_DRAFTS + 1), generator=torch.Generator().manual_seed(0))
     yield from verification.places(subject, ids, length)
 
 
 def scene(subject, together=False):
-    right = [[0, LARGEST], [LARGEST, 1], [3, 2]]
+    right = [[0, MAX_DRAFTS], [MAX_DRAFTS, 1], [3, 2]]
     yield from engine_drafts.kept(engine_scene.Scene(subject, right, together, 0), "here")
 
 
@@ -90,7 +91,7 @@ def test_a_fault_is_named(planted, fault, ask, part):
 def test_entries_that_drafts_of_a_windows_depth_leave_are_seen_at_that_depth_alone(planted):
     subject = planted("drafts as deep as the window leave one entry")
     ask = lambda depth: parts(one(subject, 5, depth - 1, "here", 0, depth, (depth,), "draft depth"))
-    assert not ask(4) and any("MTP window" in part for part in ask(LARGEST))
+    assert not ask(4) and any("MTP window" in part for part in ask(MAX_DRAFTS))
 
 
 GREEN = {
@@ -132,7 +133,7 @@ def test_depths_stand_at_the_edges(brief_official):
     found = draft_depth.edges(OurSubject(brief_official))
     ends = [length + depth + 1 for depth, length, _ in found]
     assert {128, 129} <= set(ends) and {window + 1, window + 2} <= set(ends)
-    assert max(depth for depth, _, _ in found) == LARGEST
+    assert max(depth for depth, _, _ in found) == MAX_DRAFTS
 
 
 # ---- what they decide by ------------------------------------------------------------------

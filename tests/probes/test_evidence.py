@@ -7,14 +7,14 @@ import pytest
 
 from dsv4.errors import InputError
 from dsv4.outputs import writable
-from dsv4.probes import influence
-from dsv4.probes.difference import difference
-from dsv4.probes.formats import json_report, junit, markdown, page, sarif
-from dsv4.probes.gqa.steps import Tally
-from dsv4.probes.load_ledger import named
-from dsv4.probes.measure import heavy_tailed, oracle_of
-from dsv4.probes.report import Report, Section
+from dsv4.probes.catalogue import influence
+from dsv4.probes.catalogue.load_ledger import named
+from dsv4.probes.compare import heavy_tailed, oracle_of
+from dsv4.probes.report import json_report, junit, markdown, page, sarif
+from dsv4.probes.report.difference import difference
+from dsv4.probes.report.files import Report, Section
 from dsv4.probes.result import Check, Status, compare, vacuous
+from dsv4.probes.scenes.gqa.steps import Tally
 from dsv4.probes.subjects.ours import OurSubject
 from tests.probes.test_report import PROVENANCE
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4 import cache as caches
-from dsv4 import rows, streams
+from dsv4.cache import linear as caches
+from dsv4.cache import rows, streams
 from dsv4.errors import ConfigError
 from dsv4.kernels import quantize
 from dsv4.kernels.quantize import weights as quantised
-from dsv4.probes.config_ledger import NO_EFFECT
+from dsv4.probes.catalogue.config_ledger import NO_EFFECT
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status, worst
 from dsv4.probes.subject import Subject

@@ -8,20 +8,20 @@ from itertools import product
 import pytest
 import torch
 
-from dsv4.gqa.cache import LayerRows
-from dsv4.gqa.model import GQAModel
 from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.model.gqa.cache import LayerRows
+from dsv4.model.gqa.model import GQAModel
 from dsv4.probes.audit import audit, open_subject
-from dsv4.probes.backend_cases import cases_beside
-from dsv4.probes.backend_matrix import compared, dtypes_of, judged
-from dsv4.probes.buffers import buffers, poison
-from dsv4.probes.compile_ahead import Piece, pieces, run_piece, tables_of
-from dsv4.probes.contract_cases import truths
-from dsv4.probes.formats import json_report, markdown
-from dsv4.probes.mutations import Site, profile
+from dsv4.probes.catalogue.backend_matrix import compared, dtypes_of, judged
+from dsv4.probes.faults import Site, profile
 from dsv4.probes.oracle.gqa import GQAOracle, other_variant
 from dsv4.probes.probe import BESIDE, CATALOGUE, applying, available, execute, left_out, probe_named
+from dsv4.probes.report import json_report, markdown
 from dsv4.probes.result import Status, worst
+from dsv4.probes.scenes.backend_cases import cases_beside
+from dsv4.probes.scenes.buffers import buffers, poison
+from dsv4.probes.scenes.compile_ahead import Piece, pieces, run_piece, tables_of
+from dsv4.probes.scenes.contract_cases import truths
 from dsv4.probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
 
@@ -123,7 +123,7 @@ def test_nothing_but_what_does_not_apply_ends_with_2(profiles):
 def test_what_gqa_models_cannot_be_asked_is_one_line(profiles, monkeypatch, capsys, tmp_path, words):
     import sys
 
-    from dsv4 import cli
+    from dsv4.commands import cli
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dsv4", *words.format(profiles / "qwen2").split()])

@@ -5,19 +5,19 @@ import shutil
 import pytest
 import torch
 
-from dsv4.paged_cache import PagedCache, new_paged_cache
-from dsv4.paging import PagePool
-from dsv4.prefixes import PrefixTree
-from dsv4.probes.grafted_rows import Going, miscounted
-from dsv4.probes.grafting import BLOCK, LENGTHS, LONG, SCENARIOS, SHARED, Grafting
-from dsv4.probes.measure import tokens
-from dsv4.probes.mutations import Site, catalogue
-from dsv4.probes.mutations.gqa_profiles import write_gqa
+from dsv4.cache.paged import PagedCache, new_paged_cache
+from dsv4.cache.paging import PagePool
+from dsv4.cache.prefixes import PrefixTree
+from dsv4.probes.catalogue.grafting import BLOCK, LENGTHS, LONG, SCENARIOS, SHARED, Grafting
+from dsv4.probes.compare import tokens
+from dsv4.probes.faults import Site, catalogue
+from dsv4.probes.faults.gqa_profiles import write_gqa
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.grafted_rows import Going, miscounted
+from dsv4.probes.scenes.visible import differing, of_snapshot, visible
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject, open_ours
-from dsv4.probes.visible import differing, of_snapshot, visible
 
 FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", "fp4")]
 
@@ -31,7 +31,7 @@ def subject(official):
 def short(monkeypatch):
     """Two of the probe's scenarios: the longest after the graft, and the one in which the donor writes within the
     prefix. Half of the time, where what else becomes of the donor is not what is tested."""
-    monkeypatch.setattr("dsv4.probes.grafting.SCENARIOS", (SCENARIOS[0], SCENARIOS[3]))
+    monkeypatch.setattr("dsv4.probes.catalogue.grafting.SCENARIOS", (SCENARIOS[0], SCENARIOS[3]))
 
 
 def red(subject) -> list:
@@ -43,7 +43,7 @@ def red(subject) -> list:
     "numerics, cache, index_cache, scenarios", [*((*f, len(SCENARIOS)) for f in FORMATS), ("qat", "fp8", "fp4", 1)]
 )
 def test_green_bit_for_bit_in_every_format(brief_official, monkeypatch, numerics, cache, index_cache, scenarios):
-    monkeypatch.setattr("dsv4.probes.grafting.SCENARIOS", SCENARIOS[:scenarios])
+    monkeypatch.setattr("dsv4.probes.catalogue.grafting.SCENARIOS", SCENARIOS[:scenarios])
     checks, _ = execute(Grafting(), OurSubject(brief_official, numerics, cache=cache, index_cache=index_cache))
     assert {c.status for c in checks} == {Status.PASS}, [c for c in checks if c.status is not Status.PASS][:2]
     assert all(c.samples > 0 and c.source for c in checks)

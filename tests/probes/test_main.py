@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsv4 import probes
-from dsv4.probes.formats import json_report
 from dsv4.probes.probe import available
+from dsv4.probes.report import json_report
 
 ROOT = Path(probes.__file__).resolve().parent.parent
 
@@ -18,7 +18,7 @@ NAME = "isolation"  # in a process of its own; the others in that of the tests
 
 
 def in_a_process(name: str, *arguments) -> tuple[int, str, str]:
-    command = [sys.executable, "-m", f"dsv4.probes.{name}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"dsv4.probes.catalogue.{name}", *map(str, arguments)]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=one_thread)
     return done.returncode, done.stdout, done.stderr
@@ -39,7 +39,7 @@ def test_a_probe_by_itself(official, tmp_path, by_itself, name, options):
     assert code == 0, err
     report = json_report.load(tmp_path / "deep" / "audit.json")
     assert [s["probe"] for s in report["sections"]] == [name] and report["totals"]["PASS"] > 0
-    assert f"python -m dsv4.probes.{name} official" in (tmp_path / "deep" / "audit.md").read_text()
+    assert f"python -m dsv4.probes.catalogue.{name} official" in (tmp_path / "deep" / "audit.md").read_text()
 
 
 def test_exit_codes_and_one_line(official, tmp_path, by_itself):
@@ -52,5 +52,5 @@ def test_exit_codes_and_one_line(official, tmp_path, by_itself):
 
 def test_every_probe_can_be_run_by_itself():
     for name in available():
-        text = (ROOT / "probes" / f"{name}.py").read_text()
+        text = (ROOT / "probes" / "catalogue" / f"{name}.py").read_text()
         assert text.count('if __name__ == "__main__":\n') == 1 and "    main(" in text.splitlines()[-1], name

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dsv4.probes.formats.margins import margin, strip, worst
+from dsv4.probes.report.margins import margin, strip, worst
 from dsv4.probes.result import Check, Status
 
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from dsv4.probes.measure import attended, heavy_tailed, oracle_of, points_at
-from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.compare import attended, heavy_tailed, oracle_of, points_at
+from dsv4.probes.faults import Site, catalogue
 from dsv4.probes.oracle.attention import attention_layer
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status

@@ -8,23 +8,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4 import cache as caches
-from dsv4 import streams
-from dsv4.config import ModelConfig
+from dsv4.cache import linear as caches
+from dsv4.cache import streams
+from dsv4.cache.rows import Ring
 from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
+from dsv4.model.config import ModelConfig
 from dsv4.probes.audit import open_subject
-from dsv4.probes.buffers import buffers, poison
-from dsv4.probes.formats import json_report
-from dsv4.probes.layouts import fp4_keys, fp8_keys, fp8_rows, packed_streams
-from dsv4.probes.measure import tokens
-from dsv4.probes.memory_map import formula, per_token
-from dsv4.probes.mutations.profile import DEFAULT
-from dsv4.probes.poison import Poison
+from dsv4.probes.catalogue.memory_map import formula, per_token
+from dsv4.probes.catalogue.poison import Poison
+from dsv4.probes.compare import tokens
+from dsv4.probes.faults.profile import DEFAULT
 from dsv4.probes.probe import execute, probe_named
+from dsv4.probes.report import json_report
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.buffers import buffers, poison
+from dsv4.probes.scenes.layouts import fp4_keys, fp8_keys, fp8_rows, packed_streams
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.rows import Ring
 
 FORMATS = [("fp8", "fp4"), ("fp8", "fp8"), ("auto", "fp4"), ("fp8", "auto")]
 
@@ -266,7 +266,7 @@ def test_recorded_and_bisected(run, official, tmp_path):
 
 
 def test_recall_of_packed_caches_is_that_of_plain_ones(official):
-    from dsv4.probes.recall.observe import Oracles, observe_model
+    from dsv4.probes.measure.recall.observe import Oracles, observe_model
 
     ids, seen = torch.randint(0, 200, (150,), generator=torch.Generator().manual_seed(1)), []
     for formats in (("auto", "auto"), ("fp8", "fp4")):

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dsv4.probes.formats import json_report, page
-from dsv4.probes.formats.points import point_of
+from dsv4.probes.report import json_report, page
+from dsv4.probes.report.points import point_of
 from dsv4.probes.result import Check, Status
 from tests.probes.test_report import NASTY, PROVENANCE, Report, Section, a_report
 

@@ -4,9 +4,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from dsv4.probes.fidelity.plots import needle_maps
-from dsv4.probes.recall.plots import canvas, legend, logarithmic, share_axis, svg
-from dsv4.probes.terminating import plots as terminating
+from dsv4.probes.measure.fidelity.plots import needle_maps
+from dsv4.probes.measure.recall.plots import canvas, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.termination import plots as terminating
 
 
 @pytest.mark.parametrize("values,least", [((0.85, 0.95), 0.8), ((0.05, 0.95), 0.0), ((0.3, 0.9), 0.0), ((), 0.0)])

@@ -61,7 +61,7 @@ def test_every_file_of_the_catalogue_has_its_probe_and_its_page():
     for name in available():
         probe = probe_named(name)
         assert probe.name == name and probe.needs, name
-        assert (Path(probes.__file__).parent / f"{name}.md").is_file(), name
+        assert (Path(probes.__file__).parent / "catalogue" / f"{name}.md").is_file(), name
     with pytest.raises(Dsv4Error, match="is unknown"):
         probe_named("nonsense")
     assert len(set(CATALOGUE)) == 31

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.config import ModelConfig
-from dsv4.probes.measure import tokens
-from dsv4.probes.mutations import profile
+from dsv4.model.config import ModelConfig
+from dsv4.model.rope import frequencies
+from dsv4.probes.compare import tokens
+from dsv4.probes.faults import profile
 from dsv4.probes.oracle.blocks import hyper_pre
 from dsv4.probes.oracle.model import Oracle
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.rope import frequencies
 
 T = 264  # what the probes run at least
 SIZES = (

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from dsv4.probes.index_oracle import IndexOracle, indexed
-from dsv4.probes.measure import oracle_of
-from dsv4.probes.recall import measure, needles
-from dsv4.probes.recall.figures import mask, row, tally
-from dsv4.probes.recall.observe import Oracles, Seen, observe_model
-from dsv4.probes.recall.oracle import GrowingOracle
-from dsv4.probes.recall.settings import Settings
-from dsv4.probes.recall.text import read_text, rows_of
+from dsv4.model.tokenizer import Tokenizer
+from dsv4.probes.catalogue.index_oracle import IndexOracle, indexed
+from dsv4.probes.compare import oracle_of
+from dsv4.probes.measure.recall import measure, needles
+from dsv4.probes.measure.recall.figures import mask, row, tally
+from dsv4.probes.measure.recall.observe import Oracles, Seen, observe_model
+from dsv4.probes.measure.recall.oracle import GrowingOracle
+from dsv4.probes.measure.recall.settings import Settings
+from dsv4.probes.measure.recall.text import read_text, rows_of
 from dsv4.probes.result import Status
 from dsv4.probes.subjects.dump import DumpSubject, write_dump
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.tokenizer import Tokenizer
 from tests.checkpoints import SMALL, write_dense
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures: a checkpoint with a tokenizer, the command line)
 from tests.texts import PROSE_FILE

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4.probes.recall import document, measure, plots
-from dsv4.probes.recall.settings import VacuousSetting, settle
-from dsv4.probes.recall.text import Text, read_text, rows_of
+from dsv4.probes.measure.recall import document, measure, plots
+from dsv4.probes.measure.recall.settings import VacuousSetting, settle
+from dsv4.probes.measure.recall.text import Text, read_text, rows_of
 from tests.checkpoints import SMALL
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
 from tests.probes.test_recall import SETTINGS, figures, path, subject, text  # noqa: F401  (fixtures)

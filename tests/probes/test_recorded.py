@@ -4,15 +4,15 @@ path."""
 import pytest
 import torch
 
-from dsv4.probes.formats import json_report
-from dsv4.probes.measure import tokens
+from dsv4.probes.catalogue.recorded import Recorded
+from dsv4.probes.compare import tokens
 from dsv4.probes.probe import execute
-from dsv4.probes.record import record
-from dsv4.probes.recorded import Recorded
+from dsv4.probes.report import json_report
 from dsv4.probes.result import Status, worst
 from dsv4.probes.subject import POINTS, Subject
 from dsv4.probes.subjects.dump import DumpSubject, write_dump
 from dsv4.probes.subjects.ours import OurSubject
+from dsv4.probes.subjects.record import record
 from tests.probes.test_bisect import Other, comb, gate_bias, indexer_compressor, kv_norm, lowest_scores, rope_base
 
 T = 300
@@ -121,7 +121,7 @@ def test_an_audit_of_a_dump_asks_what_a_dump_can_be_asked(run, official, tmp_pat
 
 def test_the_path_is_told_where_the_paths_are_apart_and_not_at_the_end(official, tmp_path, monkeypatch):
     """For the last 64 queries every path gives what the specified one gives."""
-    from dsv4.probes import recorded
+    from dsv4.probes.catalogue import recorded
 
     def alike(layer, points, real=recorded.paths):
         outs = real(layer, points)

@@ -12,9 +12,9 @@ import pytest
 
 from dsv4.errors import InputError
 from dsv4.loaders.errors import WriteError
-from dsv4.probes.formats import json_report, schema
-from dsv4.probes.formats.markdown import escape, fence
-from dsv4.probes.report import Report, Section, write
+from dsv4.probes.report import json_report, schema
+from dsv4.probes.report.files import Report, Section, write
+from dsv4.probes.report.markdown import escape, fence
 from dsv4.probes.result import Check, Status, compare, vacuous
 
 NASTY = 'a|b <script>x</script> & "q"\nsecond `line` *bold* [link](x) \\|'
@@ -323,7 +323,7 @@ def test_sarif_has_a_rule_a_probe_and_a_result_a_finding(written):
 def test_a_fingerprint_is_of_the_check_not_of_what_it_measured():
     from dataclasses import replace
 
-    from dsv4.probes.formats.sarif import document
+    from dsv4.probes.report.sarif import document
 
     def prints(*checks):
         results = document(Report("r", PROVENANCE, [Section("P", "p", list(checks), 0.0)]))["runs"][0]["results"]
@@ -334,7 +334,7 @@ def test_a_fingerprint_is_of_the_check_not_of_what_it_measured():
 
 
 def test_a_probe_that_ran_twice_is_one_rule():
-    from dsv4.probes.formats.sarif import document
+    from dsv4.probes.report.sarif import document
 
     run = document(Report("r", PROVENANCE, [Section("P", "p", [FULL], 0.0)] * 2))["runs"][0]
     assert len(run["tool"]["driver"]["rules"]) == 1 and [r["ruleIndex"] for r in run["results"]] == [0, 0]
@@ -422,7 +422,7 @@ def test_a_fence_is_longer_than_any_inside():
 
 def test_findings_that_differ_only_in_place_are_one_line():
     same = [vacuous("sink", "no sinks", where=f"layer {i}") for i in range(9)]
-    from dsv4.probes.formats import markdown
+    from dsv4.probes.report import markdown
 
     text = markdown.render(Report("r", PROVENANCE, [Section("P", "p", same, 0.0)]), "s")
     bullets = [line for line in text.splitlines() if line.startswith("- ")]
@@ -434,7 +434,7 @@ def test_findings_that_differ_only_in_place_are_one_line():
 
 
 def test_a_clean_report_says_so_and_an_empty_one_does_not():
-    from dsv4.probes.formats import markdown
+    from dsv4.probes.report import markdown
 
     assert "every check had evidence and passed" in markdown.render(only(Status.PASS), "s")
     empty = markdown.render(Report("r", PROVENANCE), "s")

@@ -5,17 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.cache import CompressorCache
-from dsv4.probes.backend_matrix import BackendMatrix
-from dsv4.probes.edges import Edges
-from dsv4.probes.isolation import Isolation
-from dsv4.probes.mhc import HyperConnections
-from dsv4.probes.moe_edges import MoEEdges
-from dsv4.probes.poison import Poison
+from dsv4.cache.linear import CompressorCache
+from dsv4.probes.catalogue.backend_matrix import BackendMatrix
+from dsv4.probes.catalogue.edges import Edges
+from dsv4.probes.catalogue.isolation import Isolation
+from dsv4.probes.catalogue.mhc import HyperConnections
+from dsv4.probes.catalogue.moe_edges import MoEEdges
+from dsv4.probes.catalogue.poison import Poison
+from dsv4.probes.catalogue.rollback import PLACES, Rollback, places
+from dsv4.probes.catalogue.schedules import Schedules
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status, worst
-from dsv4.probes.rollback import PLACES, Rollback, places
-from dsv4.probes.schedules import Schedules
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
 
@@ -36,7 +36,7 @@ def subject(brief_official):
 )
 def test_green_on_our_model(subject, monkeypatch, probe, rewound):
     """Up to 5 s: each schedule, and each place to rewind to, is a run of the whole model."""
-    monkeypatch.setattr("dsv4.probes.rollback.PLACES", rewound)
+    monkeypatch.setattr("dsv4.probes.catalogue.rollback.PLACES", rewound)
     checks, _ = execute(probe, subject)
     assert worst(checks) is Status.PASS, [c for c in checks if c.status is not Status.PASS][:2]
     assert all(c.samples > 0 and c.source for c in checks)
@@ -66,11 +66,11 @@ def test_an_overlap_row_lost_at_a_cut_is_seen(subject, monkeypatch):
 @pytest.fixture
 def two_places(monkeypatch):
     """Rows are forgotten early, across 128 and at the window's end: a third of the time."""
-    monkeypatch.setattr("dsv4.probes.rollback.PLACES", (5, 128))
+    monkeypatch.setattr("dsv4.probes.catalogue.rollback.PLACES", (5, 128))
 
 
 def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch, two_places):
-    from dsv4.cache import Cache
+    from dsv4.cache.linear import Cache
 
     real = Cache.rewind
     monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(self, [max(0, n - 1) for n in counts]))
@@ -80,7 +80,7 @@ def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch, two_places):
 @pytest.mark.few(beside=[0])
 @pytest.mark.parametrize("beside", [-1, 0, 1])
 def test_a_rewind_that_stops_short_at_the_window_s_end_alone_is_seen(subject, monkeypatch, two_places, beside):
-    from dsv4.cache import Cache
+    from dsv4.cache.linear import Cache
 
     real, edge = Cache.rewind, subject.config.sliding_window + beside
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_windows_that_end_within_the_run_are_places():
 
 
 def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
-    from dsv4.rows import Entries
+    from dsv4.cache.rows import Entries
 
     real = Entries.chosen
 

@@ -10,18 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from dsv4 import cli
-from dsv4.attention import WindowAttention
+from dsv4.commands import cli
 from dsv4.errors import InputError
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
-from dsv4.load import load_model
-from dsv4.probes import detection, selftest
-from dsv4.probes.detection import Matrix, document, markdown, select
-from dsv4.probes.formats import schema
-from dsv4.probes.mutations import Mutation, Site, catalogue, profile
+from dsv4.model.attention import WindowAttention
+from dsv4.model.load import load_model
+from dsv4.probes.faults import Mutation, Site, catalogue, profile
+from dsv4.probes.report import schema
 from dsv4.probes.result import Check, Status
-from dsv4.probes.selftest import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
+from dsv4.probes.selftest import detection
+from dsv4.probes.selftest import run as selftest
+from dsv4.probes.selftest.detection import Matrix, document, markdown, select
+from dsv4.probes.selftest.run import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
 
 FAST = (  # one or two of each section whose first probe is quick
     "hc head dropped",
@@ -233,7 +234,7 @@ def test_undoing_restores_and_is_verified(bench, quick):
         left = look(planted(lambda site: setattr(WindowAttention, "forward", lambda *args: forward(*args))), bench).left
     finally:
         WindowAttention.forward = forward
-    assert "dsv4.attention.WindowAttention.forward" in left
+    assert "dsv4.model.attention.WindowAttention.forward" in left
 
 
 def test_the_profile_itself_is_never_damaged(bench, quick):
@@ -254,7 +255,7 @@ def test_copies_have_what_is_preloaded(tmp_path):
 
     A process that imports everything: 6 s."""
     code = (
-        "import importlib, torch; from dsv4.probes.selftest import preloaded; [importlib.import_module(name) "
+        "import importlib, torch; from dsv4.probes.selftest.run import preloaded; [importlib.import_module(name) "
         "for name in preloaded()]\n"
         "from triton.runtime.cache import triton_key; print(triton_key.cache_info().misses, "
         "torch.cuda.is_initialized())\n"

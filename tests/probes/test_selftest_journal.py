@@ -5,10 +5,11 @@ import json
 import pytest
 
 from dsv4.errors import InputError
-from dsv4.probes import detection, selftest
-from dsv4.probes.detection import document
-from dsv4.probes.selftest import Bench, Clean
-from dsv4.probes.selftest_journal import SelftestJournal, name_of
+from dsv4.probes.selftest import detection
+from dsv4.probes.selftest import run as selftest
+from dsv4.probes.selftest.detection import document
+from dsv4.probes.selftest.journal import SelftestJournal, name_of
+from dsv4.probes.selftest.run import Bench, Clean
 from tests.probes.test_selftest import BY_NAME
 
 NAMES = ("ties go to the highest entry", "sink block lost")

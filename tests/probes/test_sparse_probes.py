@@ -8,22 +8,22 @@ import sys
 import pytest
 import torch
 
-from dsv4.gqa.choice import Attention
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.grouped_attention import Termination
+from dsv4.model.gqa.choice import Attention
 from dsv4.probes.audit import open_subject
-from dsv4.probes.chunked_prefill import ChunkedPrefill
-from dsv4.probes.gqa.keep_sets import Group, judged
-from dsv4.probes.gqa.steps import Tally, Watched
-from dsv4.probes.gqa.stop_points import Walk, alternatives, count
-from dsv4.probes.host_tier import HostTier
-from dsv4.probes.mutations import Site, catalogue, gqa_profiles, profile
+from dsv4.probes.catalogue.chunked_prefill import ChunkedPrefill
+from dsv4.probes.catalogue.host_tier import HostTier
+from dsv4.probes.catalogue.sparse_reading import MOVES, POLICIES, SparseReading, lengths_of
+from dsv4.probes.catalogue.termination import LENGTHS, TILE, TerminationProbe
+from dsv4.probes.faults import Site, catalogue, gqa_profiles, profile
 from dsv4.probes.oracle import chunks, reading, termination
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
-from dsv4.probes.selftest import named, texts_of
-from dsv4.probes.sparse_reading import MOVES, POLICIES, SparseReading, lengths_of
-from dsv4.probes.termination import LENGTHS, TILE, TerminationProbe
+from dsv4.probes.scenes.gqa.keep_sets import Group, judged
+from dsv4.probes.scenes.gqa.steps import Tally, Watched
+from dsv4.probes.scenes.gqa.stop_points import Walk, alternatives, count
+from dsv4.probes.selftest.run import named, texts_of
 
 PROBES = (SparseReading, TerminationProbe, ChunkedPrefill, HostTier)
 SECTIONS = ("1.15", "1.16", "1.17", "1.18")

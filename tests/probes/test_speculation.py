@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.probes.acceptance import TARGET, acceptance, chi_square, sampled
-from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.catalogue.speculation import DRAFTS, PROMPTS, Speculation, one, ragged
+from dsv4.probes.faults import Site, catalogue
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
-from dsv4.probes.scripted import ASTRAY, STOP, WRONG, Script
-from dsv4.probes.speculation import DRAFTS, PROMPTS, Speculation, one, ragged
-from dsv4.probes.speculative_rounds import LENGTHS, outputs, states
+from dsv4.probes.scenes.acceptance import TARGET, acceptance, chi_square, sampled
+from dsv4.probes.scenes.scripted import ASTRAY, STOP, WRONG, Script
+from dsv4.probes.scenes.speculative_rounds import LENGTHS, outputs, states
+from dsv4.probes.scenes.visible import Held, first_of, rows_checks
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.probes.visible import Held, first_of, rows_checks
 from dsv4.speculation import choosing, loop
 from dsv4.speculation.accept import Accepted, draw
 from dsv4.speculation.captured import CapturedBlock
@@ -34,7 +34,7 @@ def subject(brief_official):
 @pytest.fixture
 def short(monkeypatch):
     """One of the probe's prompts, whose passes cross 128: half of the time, where that is not what is tested."""
-    monkeypatch.setattr("dsv4.probes.speculation.PROMPTS", PROMPTS[:1])
+    monkeypatch.setattr("dsv4.probes.catalogue.speculation.PROMPTS", PROMPTS[:1])
 
 
 def red(subject) -> list:
@@ -83,7 +83,7 @@ def test_all_pieces_behind_a_prompt_of_one_token_run_as_the_drafter_runs_them(su
         def __call__(self, streams, *rest):
             return super().__call__(streams * 1.001, *rest)
 
-    for module in ("probes.speculation", "speculation.draft"):
+    for module in ("probes.catalogue.speculation", "speculation.draft"):
         monkeypatch.setattr(f"dsv4.{module}.CapturedBlock", Nudged)
     assert {c.status for c in one(subject, 1, 0, "here", 0)} == {Status.PASS}
 

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.loaders.files import open_checkpoint, read_header
 from dsv4.loaders.layouts import canonical_sources, detect_layout
-from dsv4.probes.mutations import Site, catalogue
+from dsv4.probes.faults import Site, catalogue
 from dsv4.probes.oracle import names
 from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status

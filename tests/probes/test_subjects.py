@@ -5,10 +5,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from dsv4.cache.rows import Entries, Ring
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.ours import IN_ATTENTION, OurSubject
 from dsv4.probes.subjects.transformers import TransformersSubject
-from dsv4.rows import Entries, Ring
 from tests import oracle
 
 TOLERANCE = 2e-4  # of the largest value of a tensor

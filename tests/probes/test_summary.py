@@ -2,8 +2,8 @@
 
 from datetime import date
 
-from dsv4.probes.difference import difference
-from dsv4.probes.formats import json_report, markdown
+from dsv4.probes.report import json_report, markdown
+from dsv4.probes.report.difference import difference
 from dsv4.probes.result import Check, Status, compare, vacuous
 from tests.probes.test_report import PROVENANCE, Report, Section
 

@@ -6,14 +6,15 @@ import shutil
 import pytest
 import torch
 
-from dsv4.probes import fresh_process, placement, selftest, tiles
-from dsv4.probes.control import attempted_all
-from dsv4.probes.mutations import Site, catalogue, profile
+from dsv4.probes.catalogue import fresh_process, placement, tiles
+from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute, left_out, probe_named
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.control import attempted_all
+from dsv4.probes.scenes.tile_cases import cases_of
+from dsv4.probes.selftest import run as selftest
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject, open_ours
-from dsv4.probes.tile_cases import cases_of
 
 BY_NAME = {m.name: m for m in catalogue()}
 RED = (Status.FAIL, Status.ERROR)

@@ -3,13 +3,13 @@
 import pytest
 
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
-from dsv4.probes import selftest
 from dsv4.probes.audit import open_subject
-from dsv4.probes.mutations import catalogue, profile
+from dsv4.probes.faults import catalogue, profile
 from dsv4.probes.probe import applying, available, execute, probe_named
 from dsv4.probes.result import Status
-from dsv4.probes.selftest import Bench, look
-from dsv4.probes.training_cases import CASES
+from dsv4.probes.scenes.training_cases import CASES
+from dsv4.probes.selftest import run as selftest
+from dsv4.probes.selftest.run import Bench, look
 from tests import checkpoints
 
 FAULTS = [m.name for m in catalogue() if m.backend == "training"]
@@ -43,7 +43,7 @@ def test_every_operation_with_a_form_for_training_has_cases():
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(bench, monkeypatch, name):
     """In an HCA window and a few tokens; CSA layers choose among them all the same."""
-    monkeypatch.setattr("dsv4.probes.training.TOKENS", 140)
+    monkeypatch.setattr("dsv4.probes.catalogue.training.TOKENS", 140)
     monkeypatch.setattr(selftest, "available", lambda: ["training"])
     outcome = look(next(m for m in catalogue() if m.name == name), bench)
     assert outcome.found.caught and not outcome.left, outcome.found

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dsv4.dummy import load_dummy
-from dsv4.gqa import dummy as geometries
-from dsv4.gqa.choice import attention_named
+from dsv4.model.dummy import load_dummy
+from dsv4.model.gqa import dummy as geometries
+from dsv4.model.gqa.choice import attention_named
 from scripts.bench import decode_gqa, report
 from scripts.bench.decode import Point
 from scripts.bench.timing import Machine

@@ -22,12 +22,12 @@ def test_what_queries_see_together():
 @pytest.fixture(scope="module")
 def flash():
     """(model, cache) of 16 layers without memory."""
-    from dsv4 import dummy
-    from dsv4.cache import Cache
-    from dsv4.config import ModelConfig
+    from dsv4.cache.linear import Cache
     from dsv4.loaders.expected import official_tensors, preset
-    from dsv4.model import Model
-    from dsv4.numerics import numerics_named
+    from dsv4.model import dummy
+    from dsv4.model.config import ModelConfig
+    from dsv4.model.deepseek_v4 import Model
+    from dsv4.model.numerics import numerics_named
 
     raw = preset("flash")
     config = ModelConfig.from_official(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.engine.generate import generate
 from dsv4.errors import InputError
-from dsv4.generate import generate
-from dsv4.graph import DecodeGraph
+from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation import Request, Static, Trace, host_half, on_device, read_costs
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.trace import mixed
@@ -176,7 +176,7 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
 # over 5 s: three pools of processes that each import torch and load a model
 def test_rounds_are_compiled_ahead_by_several_processes(brief_golden, monkeypatch):
     load = partial(load_model, brief_golden, numerics="fp32", mtp=True)
-    monkeypatch.setattr(warm, "LARGEST", 2)  # sizes 0 to 2
+    monkeypatch.setattr(warm, "MAX_DRAFTS", 2)  # sizes 0 to 2
     done, seconds = warm.warm(load, [1], 24, jobs=2)
     assert done == 3 and seconds > 0
     # a process that cannot load ends the pool, and nothing else
@@ -185,7 +185,7 @@ def test_rounds_are_compiled_ahead_by_several_processes(brief_golden, monkeypatc
 
 
 def test_the_model_that_is_compiled_for_has_every_kind_of_layer_and_one_set_of_experts(monkeypatch):
-    from dsv4 import dummy
+    from dsv4.model import dummy
 
     real = dummy.preset
     small = dict(n_routed_experts=8, moe_intermediate_size=64, vocab_size=256)

@@ -28,12 +28,12 @@ def test_decode_goals_are_judged():
 
 def test_bytes_of_a_flash_step():
     """perf.md §2: 11.21 GB of weights at batch 1; the caches add 0.004, 0.023 and 0.16 ms at 3.0 TB/s."""
-    from dsv4 import dummy
-    from dsv4.cache import Cache
-    from dsv4.config import ModelConfig
+    from dsv4.cache.linear import Cache
     from dsv4.loaders.expected import official_tensors, preset
-    from dsv4.model import Model
-    from dsv4.numerics import numerics_named
+    from dsv4.model import dummy
+    from dsv4.model.config import ModelConfig
+    from dsv4.model.deepseek_v4 import Model
+    from dsv4.model.numerics import numerics_named
 
     raw = preset("flash")
     config = ModelConfig.from_official(

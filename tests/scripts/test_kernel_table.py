@@ -11,8 +11,8 @@ from dsv4.kernels.contracts import contract_of
 from dsv4.probes.kernel_audit.audit import KernelAudit
 from dsv4.probes.kernel_audit.document import document, markdown, text
 from dsv4.probes.kernel_audit.subject import SubjectSpec
+from dsv4.probes.report.waivers import load_waivers, sorted_out
 from dsv4.probes.result import Check, Status
-from dsv4.probes.waivers import load_waivers, sorted_out
 from scripts import audit_kernels, audits_table, kernel_table
 
 COMMAND = "python -m scripts.audit_kernels --device cuda --out audits/kernels"

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from dsv4.probes.formats import schema
-from dsv4.probes.recall import plots as recall_plots
-from dsv4.probes.sparse_prefill import document, markdown, plots
+from dsv4.probes.measure.recall import plots as recall_plots
+from dsv4.probes.measure.sparse_prefill import document, markdown, plots
+from dsv4.probes.report import schema
 from tests.commands import exit_code
 from tests.dsv4.test_cli import demo  # noqa: F401  (fixture: a DeepSeek-V4 checkpoint)
 from tests.texts import PROSE

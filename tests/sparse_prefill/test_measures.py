@@ -6,8 +6,8 @@ import torch
 from dsv4.kernels.chunked_prefill import Chunking, chunked_prefill
 from dsv4.kernels.chunked_prefill import triton as kernels
 from dsv4.kernels.chunked_prefill.triton import _Call, empty_memory, splits
-from dsv4.probes.sparse_prefill.mass import KINDS, DenseMass, add, figures, shares
-from dsv4.probes.sparse_prefill.measures import (
+from dsv4.probes.measure.sparse_prefill.mass import KINDS, DenseMass, add, figures, shares
+from dsv4.probes.measure.sparse_prefill.measures import (
     dense_bytes,
     extra_bytes,
     kept_by_place,

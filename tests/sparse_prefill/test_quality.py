@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
+from dsv4.engine.generate import generate
 from dsv4.errors import InputError
-from dsv4.generate import generate
-from dsv4.gqa.choice import Attention
 from dsv4.kernels.chunked_prefill import Chunking
-from dsv4.probes.fidelity.measures import Positions
-from dsv4.probes.recall.needles import Limits
-from dsv4.probes.recall.text import read_text
-from dsv4.probes.sparse_prefill import batch, document, mass, memory_use, needles, quality
-from dsv4.probes.sparse_prefill.reading import WrongCount, check_updates, read
-from dsv4.probes.sparse_prefill.settings import extremes, parse_cuts, settle
+from dsv4.model.gqa.choice import Attention
+from dsv4.probes.measure.fidelity.measures import Positions
+from dsv4.probes.measure.recall.needles import Limits
+from dsv4.probes.measure.recall.text import read_text
+from dsv4.probes.measure.sparse_prefill import batch, document, mass, memory_use, needles, quality
+from dsv4.probes.measure.sparse_prefill.reading import WrongCount, check_updates, read
+from dsv4.probes.measure.sparse_prefill.settings import extremes, parse_cuts, settle
 
 CUT, T, TAIL = Chunking(64, 8, 24), 300, 40
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from dsv4.cache import Lengths
-from dsv4.generate import Sampling
+from dsv4.cache.linear import Lengths
+from dsv4.engine.generate import Sampling
 from dsv4.speculation.choosing import Sampled
 from dsv4.speculation.resident_drafters import LookupDrafts, MTPDrafts
 from dsv4.speculation.rounds import Rounds

@@ -7,11 +7,11 @@ from dataclasses import fields
 import pytest
 
 from dsv4 import load_model
+from dsv4.cache.paged import new_paged_cache
+from dsv4.commands.batch import Options
+from dsv4.commands.generate import Request
 from dsv4.engine import BatchEngine
-from dsv4.engine.command import Options
 from dsv4.errors import InputError
-from dsv4.paged_cache import new_paged_cache
-from dsv4.run import Request
 from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, Static, read_costs
 from dsv4.speculation.choice import PARAMETERS, policy_named
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
@@ -85,7 +85,7 @@ def test_costs_are_of_the_rows_that_share_a_pass(costs):
 @pytest.mark.parametrize("drafts", ["cost-aware", "adaptive:sizes=2/3/5,start=0.9"])
 def test_the_command_line_takes_the_policys_sizes(command, drafts, costs, tmp_path, monkeypatch, capsys):
     """What the policy by itself chooses after each pass's acceptance, cut to what is left of the request."""
-    from dsv4.cli import main
+    from dsv4.commands.cli import main
 
     ids, new = [1, 5, 9, 4, 7, 2], 20
     (tmp_path / "r.jsonl").write_text(json.dumps({"token_ids": ids, "max_tokens": new}))

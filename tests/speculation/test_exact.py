@@ -183,7 +183,7 @@ def test_in_any_format_the_caches_end_bit_for_bit_as_plain_decoding_leaves_them(
 @pytest.mark.parametrize("numerics, cache, index_cache", [("fp32", "auto", "auto"), *FORMATS[:3]])
 def test_the_demo_checkpoint(numerics, cache, index_cache):
     """Trained weights choose with a margin: here even passes of several tokens, rounded differently, say the same."""
-    from dsv4.tokenizer import Tokenizer
+    from dsv4.model.tokenizer import Tokenizer
 
     model = load_model(DEMO, numerics=numerics, cache=cache, index_cache=index_cache)
     ids = [0, *Tokenizer(DEMO, model.config.vocab_size).encode("The capital of France is")]

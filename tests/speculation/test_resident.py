@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4 import load_model, run
+from dsv4 import load_model
+from dsv4.commands import generate as run
+from dsv4.engine.generate import Generation, Sampling, distribution, generate
 from dsv4.errors import ContextOverrun, InputError
-from dsv4.generate import Generation, Sampling, distribution, generate
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.accept import draw
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.generate import generate
+from dsv4.engine.generate import generate
 from dsv4.speculation.policy import Static
 from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.resident_drafters import primed

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
+from dsv4.engine.generate import generate
 from dsv4.errors import InputError
-from dsv4.generate import generate
 from dsv4.speculation import CostAware
 from dsv4.speculation.policy import Adaptive, Static
 from dsv4.speculation.policy_device import DevicePolicy, on_device

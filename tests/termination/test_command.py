@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dsv4.kernels.grouped_attention import Termination
-from dsv4.probes.fidelity.variants import of_policy
-from dsv4.probes.recall.mass import watched
-from dsv4.probes.recall.needles import Asked, Limits, replies_by
-from dsv4.probes.terminating import document, markdown, measure, orders, plots
+from dsv4.probes.measure.fidelity.variants import of_policy
+from dsv4.probes.measure.recall.mass import watched
+from dsv4.probes.measure.recall.needles import Asked, Limits, replies_by
+from dsv4.probes.measure.termination import document, markdown, measure, orders, plots
 from tests.fidelity.conftest import csa, csa_path, gqa, gqa_path, run, text  # noqa: F401  (fixtures)
 
 

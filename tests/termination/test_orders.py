@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-from dsv4.probes.terminating import orders
+from dsv4.probes.measure.termination import orders
 
 W, N = 6, 8  # rows of the window's pool, entries
 WINDOW = [3, 4, 5, 0, 1]  # a ring: slot 1 has the newest token, slot 3 the oldest of five

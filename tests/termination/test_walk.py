@@ -10,9 +10,9 @@ from dsv4.kernels.block_choice import POLICIES, choose_blocks, dense
 from dsv4.kernels.block_summaries import summarise_blocks
 from dsv4.kernels.gather_attention import gather_attention
 from dsv4.kernels.grouped_attention import Termination, grouped_attention
-from dsv4.probes.terminating import orders
-from dsv4.probes.terminating.stops import at, bounds, figures, oracle_stops, probe_stops
-from dsv4.probes.terminating.walk import walk
+from dsv4.probes.measure.termination import orders
+from dsv4.probes.measure.termination.stops import at, bounds, figures, oracle_stops, probe_stops
+from dsv4.probes.measure.termination.walk import walk
 
 H, KV, D, S, SCALE = 6, 2, 48, 512, 0.3
 RULES = {

@@ -6,14 +6,15 @@ import sys
 import pytest
 import torch
 
-from dsv4 import cli, load_model
+from dsv4 import load_model
+from dsv4.cache.sequence import drafts, whole
+from dsv4.commands import cli
 from dsv4.errors import InputError
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.loaders.errors import WriteError
 from dsv4.loaders.expected import official_tensors
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.load import Inventory
-from dsv4.sequence import drafts, whole
 from scripts.training import export as exporting
 from scripts.training import state
 from scripts.training.architecture import CONFIG, FP32, build, initialise, shipped_forms

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.probes.measure import tokens
+from dsv4.probes.catalogue.recorded import Recorded
+from dsv4.probes.compare import tokens
 from dsv4.probes.probe import execute
-from dsv4.probes.recorded import Recorded
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.dump import DumpSubject
 from dsv4.probes.subjects.ours import OurSubject

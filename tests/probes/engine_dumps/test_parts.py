@@ -6,12 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.probes.engine_dumps import sglang, vllm
-from dsv4.probes.engine_dumps.dims import ANY, join, parse
-from dsv4.probes.engine_dumps.fit import Entries, rows, scores
-from dsv4.probes.engine_dumps.names import Table
-from dsv4.probes.engine_dumps.pieces import EngineDumpError, MissingPieces, RanksDiffer, RenameError, WrongShape
-from dsv4.probes.engine_dumps.steps import Step, steps_of_run
+from dsv4.probes.subjects.engine_dumps import sglang, vllm
+from dsv4.probes.subjects.engine_dumps.dims import ANY, join, parse
+from dsv4.probes.subjects.engine_dumps.fit import Entries, rows, scores
+from dsv4.probes.subjects.engine_dumps.names import Table
+from dsv4.probes.subjects.engine_dumps.pieces import (
+    EngineDumpError,
+    MissingPieces,
+    RanksDiffer,
+    RenameError,
+    WrongShape,
+)
+from dsv4.probes.subjects.engine_dumps.steps import Step, steps_of_run
 
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 WHOLE = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))

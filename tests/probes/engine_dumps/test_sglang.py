@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from dsv4.probes.measure import tokens
+from dsv4.probes.compare import tokens
 from dsv4.probes.result import Status, worst
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.dump import DumpSubject

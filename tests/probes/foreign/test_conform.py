@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dsv4.errors import InputError
-from dsv4.probes.conform import conformance
-from dsv4.probes.measure import tokens
+from dsv4.probes.compare import tokens
 from dsv4.probes.probe import CATALOGUE, execute, probe_named
 from dsv4.probes.subject import POINTS, Capture
+from dsv4.probes.subjects.conform import conformance
 from dsv4.probes.subjects.foreign import ForeignSubject, is_foreign, open_foreign
 from dsv4.probes.subjects.hooks import Hooks, tensor
 from dsv4.probes.subjects.ours import OurSubject

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsv4.probes import subjects
-from dsv4.probes.formats import json_report
-from dsv4.probes.measure import tokens
+from dsv4.probes.compare import tokens
+from dsv4.probes.report import json_report
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.ours import OurSubject
 
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch, official):
 @pytest.fixture
 def follow(monkeypatch, capsys):
     """Function: a line of the README → (exit code, stdout, stderr)."""
-    from dsv4 import cli
+    from dsv4.commands import cli
 
     def call(line):
         monkeypatch.setattr(sys, "argv", shlex.split(line))

@@ -8,11 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from dsv4.commands import kernel_list as listing
 from dsv4.errors import InputError
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
-from dsv4.probes.kernel_audit import catalogue, listing
+from dsv4.probes.kernel_audit import catalogue
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
 app = typer.Typer()

@@ -14,13 +14,13 @@ from dsv4.kernels.contracts import contract_of, contracts
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, to_float
 from dsv4.kernels.widths import SMALL
-from dsv4.probes.formats import schema
 from dsv4.probes.kernel_audit.acceptance import truth_of
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.plants import plants
 from dsv4.probes.kernel_audit.trace import dataset
 from dsv4.probes.kernel_audit.trace.definitions import Exporter, in_dialect
 from dsv4.probes.kernel_audit.trace.workloads import tolerance, workload
+from dsv4.probes.report import schema
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = json.loads((ROOT / "probes/schema/kernel_trace-1.json").read_text())

@@ -1,0 +1,5 @@
+"""What a model remembers of a context, and where it lies: linear, in rings, in pages, in host memory."""
+
+from dsv4.moved import former
+
+__getattr__ = former(__name__, "dsv4.cache.linear")  # the names that `dsv4.cache` had as a module

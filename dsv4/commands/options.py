@@ -1,0 +1,160 @@
+"""Options that commands share, and the words that options take; `dsv4.commands.cli` has the commands."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsv4.errors import InputError, brief
+
+NUMERICS = ("fp32", "native", "qat", "qat:fp32")
+BACKENDS = ("auto", "reference", "cpu", "triton")
+CACHES = ("auto", "bf16", "fp8")
+INDEX_CACHES = ("auto", "bf16", "fp8", "fp4")
+DRAFTERS = ("off", "mtp", "lookup")
+POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean")
+MEMORIES = ("device", "host")
+LAYOUTS = ("official", "nvfp4", "transformers", "bf16")
+DUMMIES = ("flash", "pro", "llama-8b", "qwen2.5-7b")
+
+
+def choice(names: tuple[str, ...], about: str, **more):
+    """An option that takes one of `names`, or a list of them where it may be given several times. Another value raises
+    InputError with one line that lists them; the help and the shell's completion list them too."""
+
+    def check(param: typer.CallbackParam, value: str | list[str] | None) -> str | list[str] | None:
+        for one in value if isinstance(value, list) else [value]:
+            if one is not None and one not in names:
+                raise InputError(f"{param.opts[0]} takes {', '.join(names[:-1])} or {names[-1]}; got {brief(one)!r}")
+        return value
+
+    return typer.Option(
+        help=f"{about} One of {', '.join(names)}.",
+        metavar="NAME",
+        callback=check,
+        autocompletion=lambda incomplete: [name for name in names if name.startswith(incomplete)],
+        **more,
+    )
+
+
+Checkpoint = Annotated[
+    Path, typer.Argument(help="Checkpoint directory (config.json, safetensors).", show_default=False)
+]
+Numerics = Annotated[
+    str,
+    choice(
+        NUMERICS,
+        "fp32: no quantisation. native: weights as stored, bf16 activations. qat: the official quantisation "
+        "simulation. qat:fp32: that, in fp32 arithmetic.",
+    ),
+]
+Backend = Annotated[
+    str, choice(BACKENDS, "Implementation of the operations. auto: cpu on a host, triton on one GPU, else reference.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default=False,
+        help="Host threads of torch. Default: OMP_NUM_THREADS if it is set; else 1 for a model of hidden size below "
+        "1024, whose threads would wait for each other; else the processors that this process may use.",
+    ),
+]
+Drafting = Annotated[
+    str,
+    choice(
+        DRAFTERS,
+        "Draft tokens and verify them in one pass: mtp (the checkpoint's MTP block) or lookup (what followed the same "
+        "words before).",
+    ),
+]
+Drafts = Annotated[
+    str | None,
+    typer.Option(
+        help="With --speculate: drafts of a pass, 1 to 8 (default 1 with mtp, 3 with lookup); adaptive: 1, 4 or "
+        "8 by how "
+        "many were accepted (adaptive:weight=0.2,thresholds=0.5/0.8,sizes=1/4/8,…); cost-aware: by --draft-costs. "
+        "In a batch at most 2 while over 85 % of the pages are in use.",
+        show_default=False,
+    ),
+]
+DraftCosts = Annotated[
+    Path | None,
+    typer.Option(
+        help="What passes cost on this device: a table that scripts/bench_speculation.py measured.", show_default=False
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Cache = Annotated[
+    str,
+    choice(CACHES, "Format of window rows and entries. auto: as activations. fp8: 584 B a row at 512 dims."),
+]
+IndexCache = Annotated[
+    str,
+    choice(INDEX_CACHES, "Format of index keys. auto: as activations. fp8: 132 B a key at 128 dims. fp4: 68 B."),
+]
+Reads = Annotated[
+    str | None,
+    choice(
+        POLICIES,
+        "Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the last tokens. "
+        "page-bound, block-bound: and what may matter most, by bounds of pages of 16 or blocks of 128. block-mean: "
+        "by means, which lose short passages.",
+        show_default=False,
+    ),
+]
+ReadTokens = Annotated[
+    str | None,
+    typer.Option("--attention-tokens", show_default=False, help="With --attention: tokens that are kept (4K)."),
+]
+Terminate = Annotated[
+    bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")
+]
+Rule = Annotated[
+    str | None,
+    typer.Option(
+        "--terminate-rule",
+        show_default=False,
+        help="With --terminate: when it is, as tau=1e-5,phi=1e-3,patience=5 (the defaults; any of them): how little it "
+        "moves and turns, over how many tiles.",
+    ),
+]
+KVMemory = Annotated[
+    str,
+    choice(
+        MEMORIES,
+        "Where keys and values (of a DeepSeek-V4 model the entries of CSA layers) are: on the device, or in pinned "
+        "host memory, of which a step fetches what it reads. The output is the same.",
+    ),
+]
+Staged = Annotated[
+    int | None,
+    typer.Option(
+        "--staged-blocks",
+        min=1,
+        show_default=False,
+        help="With --kv-memory host: blocks of each KV head (of a DeepSeek-V4 model: entries) that stay on the device "
+        "(twice what a step reads).",
+    ),
+]
+Guess = Annotated[
+    bool,
+    typer.Option(
+        "--guess-ahead/--no-guess-ahead",
+        help="With --kv-memory host and --attention: fetch what the next layer is "
+        "guessed to choose. Slower with random weights; not yet measured with "
+        "trained ones.",
+    ),
+]
+Kernels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kernel",
+        metavar="OPERATION=SPEC",
+        show_default=False,
+        help="Run an operation through a kernel of yours: FILE.py:FUNCTION or PACKAGE.MODULE:FUNCTION, which takes the "
+        "reference's arguments; reference or ours: dsv4's own, taken out of fused kernels. May be given several times.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result: no progress and no summary on stderr.")]

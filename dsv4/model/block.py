@@ -1,0 +1,50 @@
+"""One transformer block: attention and MoE, each wrapped in a hyper-connection."""
+
+import torch
+
+from dsv4.cache.linear import LayerCache
+from dsv4.model.attention import ATTENTION
+from dsv4.model.config import KIND_OF_RATIO, ModelConfig
+from dsv4.model.hyper_connections import HyperConnection
+from dsv4.model.module import Module, fuses
+from dsv4.model.moe import MoE
+from dsv4.model.norms import RMSNorm
+from dsv4.model.numerics import Numerics
+from dsv4.model.step import Step
+
+
+class Block(Module):
+    """streams → streams. `hashed`: experts by token id instead of by score."""
+
+    def __init__(self, config: ModelConfig, ratio: int, hashed: bool, numerics: Numerics, store, op):
+        super().__init__()
+        self.kind = KIND_OF_RATIO[ratio]
+        self.hashed = hashed
+        self.hc_attn, self.hc_ffn = HyperConnection(config, op), HyperConnection(config, op)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("attn_norm").dtype, op)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("ffn_norm").dtype, op)
+        self.attn = ATTENTION[self.kind](config, ratio, numerics, lambda leaf: store(f"attn.{leaf}"), op)
+        self.ffn = MoE(config, hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op)
+        self.op = op
+
+    def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """streams [N, n, d] → [N, n, d]; writes the step to the layer's cache."""
+        return self.op.mhc_post(*self.sublayers((streams,), step, cache))
+
+    def sublayers(self, pending: tuple, step: Step, cache: LayerCache) -> tuple:
+        """The block up to its last write to the streams. pending: (streams,), or (out, streams, post, comb) of the
+        sublayer before, whose output is still to be merged. Returns such a tuple of its own last sublayer."""
+        streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm)
+        pending = self.attn(x, step, cache), streams, post, comb
+        streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm)
+        return self.ffn(x, step.ids), streams, post, comb
+
+    def _read(self, pending: tuple, connection: HyperConnection, norm: RMSNorm) -> tuple:
+        """(streams, normalised input [N, d], post, comb) of the sublayer that follows `pending`."""
+        if len(pending) == 4 and fuses(self.op, "mhc_post_pre_norm", connection, norm):
+            return self.op.mhc_post_pre_norm(*pending, *connection.arguments(), norm.weight, norm.eps)
+        streams = pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)
+        if fuses(self.op, "mhc_pre_norm", connection, norm):
+            return streams, *self.op.mhc_pre_norm(streams, *connection.arguments(), norm.weight, norm.eps)
+        x, post, comb = connection(streams)
+        return streams, norm(x), post, comb

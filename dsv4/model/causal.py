@@ -1,0 +1,295 @@
+"""The common part of all models: an embedding, an output head, and the one way to run them (`append`)."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from dsv4.cache.linear import Form, form
+from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.errors import InputError
+from dsv4.kernels.dispatch import DispatchLedger
+from dsv4.kernels.replacing import replacements_of
+from dsv4.model.arguments import check_cache, check_chunk, check_ids, check_logits, check_room, check_tokens, new_counts
+from dsv4.model.linear import Linear, parameter
+from dsv4.model.module import Module
+from dsv4.model.numerics import Numerics
+from dsv4.model.step import CapturedStep, Step
+
+if TYPE_CHECKING:
+    from dsv4.cache.linear import Lengths
+
+CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
+DECODED = 16  # the most tokens of an append that count as decoding by default
+
+
+class TokenCache(Protocol):
+    """The result of `new_cache`: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by
+    position.
+
+    Besides the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.linear.Lengths`);
+    rows may be rewound by `max_rewind` tokens at least, which copies nothing.
+    """
+
+    batch: int
+    max_context: int
+    max_rewind: int
+    _main: "Lengths"
+    made_for: Form
+
+    @property
+    def lengths(self) -> list[int]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def make_room(self, rows: slice, tokens: int) -> None: ...
+
+    def rewind(self, n: int | list[int]) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class Embedding(Module):
+    """Token embedding [vocab, d]."""
+
+    def __init__(self, config, dtype: torch.dtype):
+        super().__init__()
+        self.weight = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Head(Linear):
+    """Output projection: logits = W·y in fp32."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # never other than exact
+        """y [N, d] → fp32 [N, vocab]."""
+        return super().forward(y, exact=True)
+
+
+class CausalLM(Module):
+    """A model that continues token ids. Subclasses define the layers; this class runs them over ragged batches, in
+    uniform pieces.
+
+    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`,
+    `page_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
+    """
+
+    frequencies: dict[str, torch.Tensor]
+
+    def __init__(self, config, numerics: Numerics, backend: str, replacements: Mapping[str, Any] | None = None):
+        super().__init__()
+        self.config, self.numerics, self.backend = config, numerics, backend
+        self.replacements = replacements_of(replacements)  # kernels of the user's, by operation
+        self.dispatch = DispatchLedger()
+        self.device = torch.device("cpu")
+        self.max_context: int | None = None  # default of new_cache
+        self.layer_devices: list[torch.device] | None = None  # set when layers are spread over devices
+        self.placement: dict[str, str] = {}  # module → device, when they are spread
+        self.inventory: Any = None  # dsv4.loaders.load.Inventory of the checkpoint that it was loaded from
+        self.ledger: Any = None  # its dsv4.loaders.ledger.LoadLedger
+        # `new_cache` keeps the growing part there: `dsv4.cache.host_tier.choice.HostMemory` (None: on the device)
+        self.kv_memory: Any = None
+        self.attention: Any = (
+            None  # what is read of the cache, for models with a choice: `dsv4.model.gqa.choice.Attention`
+        )
+        # tiles of each layer that the last step read before its attention terminated
+        self.tiles: list[torch.Tensor | None] | None = None
+        self.replayed: int | None = None  # tokens of the longest row after the last step, if that was a replay
+
+    # ---- what a model gives --------------------------------------------------------------
+
+    @property
+    def stream_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual stream(s) before the head."""
+        raise NotImplementedError
+
+    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = 0) -> TokenCache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens, rewound by up to `max_rewind`."""
+        raise NotImplementedError
+
+    def page_layout(self):
+        """The layout of its caches in pages: the `dsv4.cache.page_tables.PageLayout` of a `PagedCache`."""
+        raise NotImplementedError
+
+    def run(self, step: Step, cache: TokenCache) -> torch.Tensor:
+        """Streams [N, *stream_shape] after all layers; writes the step to the cache."""
+        raise NotImplementedError
+
+    def captured(self, step: CapturedStep, cache: TokenCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """A captured step: streams before the head [N, *stream_shape], and logits fp32 [N, vocab]."""
+        raise NotImplementedError
+
+    def features(self, streams: torch.Tensor) -> torch.Tensor:
+        """streams [N, *stream_shape] → normalised head input [N, d]."""
+        raise NotImplementedError
+
+    def layer_paths(self) -> list[dict]:
+        """What each layer really read in the last step: `layer`, `kind`, `experts` and `path` as text, and sizes."""
+        raise NotImplementedError
+
+    # ---- running -------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def append(
+        self,
+        ids: torch.Tensor,
+        cache: TokenCache,
+        n_new: list[int] | None = None,
+        logits: str = "all",
+        return_streams: bool = False,
+        chunk: int | None = None,
+        prompt: bool | None = None,
+    ):
+        """Append tokens to every row and return their logits: prefill, decode and verification alike.
+
+        ids int64 [B, T], right-padded when `n_new` gives each row's count of new tokens (pads are neither read nor
+        run). Returns fp32 [B, T, vocab]; with logits="last" only those of each row's last new token, [B, 1, vocab];
+        with "none", None. Positions that were not run hold NaN. With return_streams, also the streams before the head
+        [B, T, *stream_shape]. prompt: whether the tokens are (part of) a prompt; for a prompt GQA models read the whole
+        cache, even if decoding has a policy. None: if a row has more than 16.
+
+        Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
+        max_context, and InputError for arguments of other types or shapes and a cache that was made for another
+        model; the cache is then unchanged.
+        """
+        counts, chunk = self._check(ids, cache, n_new, logits, chunk), chunk or self.chunk
+        out = Collector(self, ids, counts, logits, return_streams)
+        self.replayed = None
+        self._run_pieces(ids, cache, counts, chunk, out, max(counts) > DECODED if prompt is None else prompt)
+        return out.result()
+
+    def _run_pieces(
+        self, ids: torch.Tensor, cache: TokenCache, counts: list[int], chunk: int, out: "Collector", prompt: bool
+    ) -> None:
+        starts = cache._main.now
+        begin = list(starts)
+        for rows, tokens in uniform_pieces(counts, chunk):
+            cache.make_room(rows, tokens)
+            done = [starts[b] - begin[b] for b in range(rows.start, rows.stop)]
+            piece = ids[rows, done[0] : done[0] + tokens]  # all rows of a piece have run equally many tokens
+            step = Step(piece.to(self.device), rows.start, starts[rows], self.rope_frequencies())
+            step.prompt = prompt
+            out.add(rows, done[0], tokens, self.run(step, cache))
+            cache._main.advance(rows, tokens)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits fp32 [B, T, vocab] of ids int64 [B, T] from an empty context."""
+        return self.append(ids, self.new_cache(ids.shape[0], max(1, ids.shape[1]), 0))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a row in one step, unless `append` is told otherwise."""
+        return CHUNK if self.device.type == "cpu" else GPU_CHUNK
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters as held in memory."""
+        return sum(p.nbytes for p in self.parameters())
+
+    # ---- inside --------------------------------------------------------------------------
+
+    def rope_frequencies(self) -> dict[str, torch.Tensor]:
+        if self.frequencies["main"].device != self.device:
+            self.frequencies = {k: f.to(self.device) for k, f in self.frequencies.items()}
+        return self.frequencies
+
+    @property
+    def cache_form(self) -> Form:
+        """The form that a cache must have so that this model can write it."""
+        layers = len(self.layers) + len(self.mtp)
+        return form(self.config, self.numerics, len(self.mtp) > 0, self.layer_devices or [self.device] * layers)
+
+    def _check(self, ids, cache: TokenCache, n_new, logits: str, chunk: int | None) -> list[int]:
+        check_logits(logits)
+        check_chunk(chunk)
+        check_tokens("ids", ids)
+        check_cache(self, cache, len(ids))
+        counts = new_counts(n_new, ids)
+        if not any(counts):
+            raise InputError("there is no token to append; the prompt is empty")
+        check_ids(ids, counts, self.config.vocab_size)
+        check_room(cache._main.now, counts, cache.max_context)
+        return counts
+
+
+class Collector:
+    """Collects the results of the steps of one append in tensors that are allocated once."""
+
+    def __init__(self, model: CausalLM, ids: torch.Tensor, counts: list[int], logits: str, want_streams: bool):
+        B, T = ids.shape
+        self.model, self.counts, self.mode = model, counts, logits
+        kept = {"all": T, "last": 1, "none": 0}[logits]
+        fresh = torch.empty if all(n == T for n in counts) else partial(torch.full, fill_value=float("nan"))
+        self.logits: Any = fresh((B, kept, model.config.vocab_size), device=model.device) if kept else None
+        self.streams: Any = (
+            fresh((B, T, *model.stream_shape), dtype=model.numerics.activation, device=model.device)
+            if want_streams
+            else None
+        )
+
+    def add(
+        self, rows: slice, done: int, tokens: int, streams: torch.Tensor, features: torch.Tensor | None = None
+    ) -> None:
+        """streams [N, *stream_shape] of a piece; features [N, d]: their head inputs, if something other than the
+        model's own head makes them."""
+        streams = streams.view(rows.stop - rows.start, tokens, *streams.shape[1:])
+        if self.streams is not None:
+            self.streams[rows, done : done + tokens] = streams
+        if self.mode == "all":
+            features = self.model.features(streams.flatten(0, 1)) if features is None else features
+            self.logits[rows, done : done + tokens] = self.model.head(features).view(*streams.shape[:2], -1)
+        elif self.mode == "last":
+            ending = [b for b in range(rows.start, rows.stop) if self.counts[b] == done + tokens]
+            if ending:
+                ends = slice(ending[0] - rows.start, ending[-1] - rows.start + 1)
+                fresh = self.model.head(
+                    self.model.features(streams[ends, -1])
+                    if features is None
+                    else features.view(*streams.shape[:2], -1)[ends, -1]
+                )
+                for b in ending:
+                    self.logits[b, 0] = fresh[b - ending[0]]
+
+    def result(self):
+        return self.logits if self.streams is None else (self.logits, self.streams)
+
+
+def uniform_pieces(counts: list[int], chunk: int):
+    """Cut ragged work into uniform pieces: (rows, tokens), contiguous rows that run equally many tokens.
+
+    Each token belongs to exactly one piece; all rows that still have tokens advance together, by the least number of
+    tokens that any of them (or the chunk) has left.
+    """
+    left = list(counts)
+    while any(left):
+        tokens = min(chunk, min(n for n in left if n))
+        first = 0
+        while first < len(left):
+            if not left[first]:
+                first += 1
+                continue
+            stop = first
+            while stop < len(left) and left[stop]:
+                left[stop] -= tokens
+                stop += 1
+            yield slice(first, stop), tokens
+            first = stop
+
+
+def captures(model: CausalLM) -> bool:
+    """Whether steps of this model become CUDA graphs: on a GPU, and not on the reference backend, which waits for the
+    device to learn how many tokens each expert has. Nor with a user's kernel: it may wait for the device too, and a
+    replay would not count its calls."""
+    return model.device.type == "cuda" and model.backend == "triton" and not model.replacements
+
+
+def capacity(model: CausalLM, limit: int) -> int:
+    """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by
+    it. So generation with drafts, which writes beyond the limit before it is cut, and generation without get caches of
+    one size. Rows of a batch that are done still run, one token after their last."""
+    return max(limit, min(limit + MAX_DRAFTS + 1, model.config.max_position_embeddings)) if captures(model) else limit

@@ -1,0 +1,206 @@
+"""The whole model of DeepSeek-V4: blocks between embedding and head, and MTP. `dsv4.model.causal` runs it."""
+
+import torch
+from torch import nn
+
+from dsv4.cache.host_tier.entries import host_cache
+from dsv4.cache.linear import DEFAULT_MAX_REWIND, Cache
+from dsv4.cache.page_tables import CompressedLayout
+from dsv4.errors import InputError
+from dsv4.kernels.dispatch import bind
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.model.arguments import (
+    check_cache,
+    check_chunk,
+    check_ids,
+    check_logits,
+    check_room,
+    check_streams,
+    check_tokens,
+    is_whole,
+    kind,
+    new_counts,
+)
+from dsv4.model.block import Block
+from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
+from dsv4.model.config import ModelConfig
+from dsv4.model.hyper_connections import HyperHead
+from dsv4.model.mtp import MTPBlock
+from dsv4.model.norms import RMSNorm
+from dsv4.model.numerics import Numerics
+from dsv4.model.rope import frequencies
+from dsv4.model.step import CapturedStep, Step
+
+
+class Model(CausalLM):
+    """A DeepSeek-V4-style model. Build it with `dsv4.load_model`.
+
+    store(name) → dsv4.model.linear.Storage says how the matrix or norm with that official name is held.
+    Parameter names are the official tensor names, except that hyper-connections are modules
+    (`layers.0.hc_attn.fn` for `layers.0.hc_attn_fn`) and experts are stacked.
+    """
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, backend: str, store, mtp: bool, replacements=None):
+        super().__init__(config, numerics, backend, replacements)
+        op = self.op = bind(OPERATIONS, backend, self.dispatch, COMPOSITIONS, self.replacements)
+        op.bound = op  # see dsv4.model.module.fuses
+        self.embed = Embedding(config, store("embed").dtype)
+        self.layers = nn.ModuleList(
+            Block(
+                config,
+                config.compress_ratios[i],
+                config.hashed(i),
+                numerics,
+                lambda leaf, i=i: store(f"layers.{i}.{leaf}"),
+                op,
+            )
+            for i in range(config.num_hidden_layers)
+        )
+        self.mtp = nn.ModuleList(
+            MTPBlock(config, config.mtp_compress_ratios[i], numerics, lambda leaf, i=i: store(f"mtp.{i}.{leaf}"), op)
+            for i in range(config.num_mtp_layers if mtp else 0)
+        )
+        self.hc_head = HyperHead(config, op)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm").dtype, op)
+        self.head = Head(config.vocab_size, config.hidden_size, store("head"), numerics, op)
+        self.frequencies = frequencies(config)
+
+    @property
+    def stream_shape(self) -> tuple[int, ...]:
+        """(n, d): residual streams and their width."""
+        return self.config.hc_mult, self.config.hidden_size
+
+    # ---- running -------------------------------------------------------------------------
+
+    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens.
+
+        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
+        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit.
+        """
+        if self.kv_memory is not None:
+            return host_cache(self, batch, max_context, max_rewind, self.kv_memory)
+        n = self.config.num_hidden_layers + len(self.mtp)
+        devices = self.layer_devices or [self.device] * n
+        if max_context is None:
+            max_context = self.max_context or self.config.max_position_embeddings
+        return Cache(
+            self.config, self.numerics, batch, max_context, max_rewind, devices, len(self.mtp) > 0, self.op.write_rows
+        )
+
+    def page_layout(self) -> CompressedLayout:
+        return CompressedLayout(self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows)
+
+    @torch.inference_mode()
+    def mtp_logits(
+        self,
+        streams: torch.Tensor,
+        next_ids: torch.Tensor,
+        cache: Cache | None = None,
+        block: int = 0,
+        return_streams: bool = False,
+        chunk: int | None = None,
+        n_new: list[int] | None = None,
+        logits: str = "all",
+    ):
+        """Drafting logits fp32 [B, T, vocab]: entry t predicts the token after next_ids[t].
+
+        streams [B, T, n, d]: the main model's streams before the head (or the block's own, when
+        drafts are chained); next_ids int64 [B, T]: the token at t + 1. With a cache the tokens
+        follow `cache.mtp_lengths`; without one they start at position 0. With return_streams, also
+        the block's streams [B, T, n, d]. n_new and logits as in `append`, and 0 tokens are no error.
+        Raises as `append`, and InputError for streams of another shape or dtype than the model's own, a block that the
+        model was not loaded with, and a model without MTP; the cache is then unchanged.
+        """
+        cache, counts = self._check_mtp(streams, next_ids, cache, block, chunk, n_new, logits)
+        lengths = cache._mtp
+        out, begin = Collector(self, next_ids, counts, logits, return_streams), list(lengths.now)
+        for rows, tokens in uniform_pieces(counts, chunk or self.chunk):
+            done = lengths.now[rows.start] - begin[rows.start]  # all rows of a piece have run equally many tokens
+            piece = slice(done, done + tokens)
+            cache.make_room(rows, tokens, mtp=True)
+            step = Step(next_ids[rows, piece].to(self.device), rows.start, lengths.now[rows], self.rope_frequencies())
+            device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
+            embedded = self.embed(step.ids).to(device, self.numerics.activation)
+            features, after = self.mtp[block](
+                streams[rows, piece].flatten(0, 1).to(device), embedded, step.on(device), cache.mtp_layers[block]
+            )
+            out.add(rows, done, tokens, after, features.to(self.device))
+            lengths.advance(rows, tokens)
+        return out.result()
+
+    def _check_mtp(self, streams, next_ids, cache, block, chunk, n_new, logits) -> tuple[Cache, list[int]]:
+        """The cache to write, a new one if none was given, and the number of new entries of each row."""
+        if not is_whole(block, 0) or block >= len(self.mtp):
+            raise InputError(f"MTP block {kind(block)} was asked for; this model was loaded with {len(self.mtp)}")
+        check_logits(logits)
+        check_chunk(chunk)
+        check_tokens("next_ids", next_ids)
+        B, T = next_ids.shape
+        check_streams(streams, (B, T, *self.stream_shape), self.numerics.activation)
+        counts = new_counts(n_new, next_ids)
+        check_ids(next_ids, counts, self.config.vocab_size)
+        if cache is None:
+            cache = self.new_cache(B, max(1, T), 0)
+        check_cache(self, cache, B)
+        check_room(cache._mtp.now, counts, cache.max_context)
+        return cache, counts
+
+    def layer_paths(self) -> list[dict]:
+        """What each layer really read in the last step: its kind and the sizes of its attention's inputs."""
+        rows = [(f"layer {i}", block) for i, block in enumerate(self.layers)]
+        rows += [(f"mtp {i}", block) for i, block in enumerate(self.mtp)]
+        found = []
+        for label, block in rows:
+            path = block.attn.path
+            # a replay runs no Python: what its kernels read follows from the length
+            if path and self.replayed is not None:
+                path = block.attn.path_at(self.replayed)
+            found.append(
+                {
+                    "layer": label,
+                    "kind": block.kind.value,
+                    "experts": "hash" if block.hashed else "scored",
+                    **path,
+                    "path": _describe(block.kind.value, path),
+                }
+            )
+        return found
+
+    # ---- inside --------------------------------------------------------------------------
+
+    def run(self, step: Step, cache: Cache) -> torch.Tensor:
+        h = self.embed(step.ids).to(self.numerics.activation)
+        streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
+        if self.layer_devices is None:
+            for block, layer_cache in zip(self.layers, cache.layers):
+                streams = block(streams, step, layer_cache)
+            return streams
+        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices):
+            streams = block(streams.to(device), step.on(device), layer_cache)
+        return streams.to(self.device)
+
+    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
+        """A captured step in few kernels: streams before the head [N, n, d], and logits fp32 [N, vocab]."""
+        cache.place(step, self.op)
+        pending = (self.op.embed_streams(step.ids, self.embed.weight, self.config.hc_mult, self.numerics.activation),)
+        for block, layer_cache in zip(self.layers, cache.layers):
+            pending = block.sublayers(pending, step, layer_cache)
+        streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
+        return streams, self.head(y)
+
+    def features(self, streams: torch.Tensor) -> torch.Tensor:
+        """streams [N, n, d] → normalised head input [N, d]."""
+        return self.norm(self.hc_head(streams))
+
+
+def _describe(kind: str, path: dict) -> str:
+    if not path:
+        return "not run yet"
+    window = f"window of {path['window']}"
+    if kind == "window":
+        return window
+    if kind == "hca":
+        return f"{window} + all {path['visible']} visible entries"
+    return f"{window} + {path['selected']} of {path['visible']} visible entries"

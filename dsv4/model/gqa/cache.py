@@ -1,0 +1,276 @@
+"""Keys and values of a GQA model: position-addressed, allocated once.
+
+The row of a slot is a function of the tokens up to that position, and the only state beside the buffers is each row's
+length. There are as many slots as tokens, so every rewind only sets the length back. Summaries of blocks are computed
+from the keys of the cache, again for each block that a step writes to; beyond a row's length they are never read before
+that. The memory of chunked prefill is a function of the tokens so far too, but of whole chunks, so a rewind drops it.
+"""
+
+import enum
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cache.linear import Lengths, form
+from dsv4.cache.streams import Stream, zeros
+from dsv4.errors import CapacityError, InputError
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.chunked_prefill import Chunking, Memory
+from dsv4.model.arguments import check_sizes, rewind_counts
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.numerics import Numerics
+from dsv4.model.step import Step
+
+BLOCK = 128  # tokens of one contiguous tile of a head; slots are a multiple of it
+
+
+class AttentionKind(enum.Enum):
+    """What a layer attends to."""
+
+    FULL = "full"  # every token before
+    SLIDING = "sliding"  # the last `window` of them
+
+
+class Summaries(NamedTuple):
+    """Summaries of blocks of `block` tokens, [B, KV, S/block, D], which a policy searches; None for kinds that are not
+    kept."""
+
+    low: torch.Tensor | None = None
+    high: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    block: int = BLOCK
+
+    def serve(self, policy: Policy) -> bool:
+        """Whether these are the summaries that the policy's selector reads."""
+        return self.block == policy.block and all(getattr(self, name) is not None for name in SEARCHED[policy.selector])
+
+
+# the summaries that each selector reads, by names of `Summaries`
+SEARCHED = {None: (), "bound": ("low", "high"), "mean": ("mean",)}
+
+
+@dataclass(frozen=True)
+class LayerStreams:
+    """Streams of one layer: keys and values, then the summaries of its blocks, if any."""
+
+    label: str
+    kind: AttentionKind
+    streams: tuple[Stream, ...]
+
+
+def slots(max_context: int) -> int:
+    """Slots of a head: max_context in whole blocks."""
+    return -(-max_context // BLOCK) * BLOCK
+
+
+def cache_streams(
+    config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None
+) -> list[LayerStreams]:
+    """Streams of every layer: what `GroupedCache` allocates. Layers without a window have summaries if `policy`
+    searches."""
+    shape, dtype = (batch, config.num_key_value_heads, slots(max_context), config.head_dim), numerics.cache
+    formula = (
+        f"{batch} rows × {config.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {config.head_dim} "
+        f"× {dtype.itemsize} B"
+    )
+    streams = tuple(Stream(name, shape, dtype, formula) for name in ("keys", "values"))
+    more = () if policy is None else summary_streams(config, batch, max_context, numerics, policy)
+    return [
+        LayerStreams(f"layer {i}", AttentionKind.FULL, streams + more)
+        if window is None
+        else LayerStreams(f"layer {i}", AttentionKind.SLIDING, streams)
+        for i, window in enumerate(config.windows)
+    ]
+
+
+def summary_streams(
+    config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy
+) -> tuple[Stream, ...]:
+    """What the policy searches in one layer: one vector a block and KV head for means, two for bounds."""
+    c, blocks, dtype = config, slots(max_context) // policy.block, numerics.cache
+    formula = (
+        f"{batch} rows × {c.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks "
+        f"× {c.head_dim} × {dtype.itemsize} B"
+    )
+    return tuple(
+        Stream(name, (batch, c.num_key_value_heads, blocks, c.head_dim), dtype, formula)
+        for name in SEARCHED[policy.selector]
+    )
+
+
+def token_bytes(config: GQAConfig, numerics: Numerics) -> tuple[int, str]:
+    """Bytes of keys and values that one token of one row takes in all layers, and the formula."""
+    c, size = config, numerics.cache.itemsize
+    return (
+        2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size,
+        f"2 × {c.num_hidden_layers} layers × {c.num_key_value_heads} heads × {c.head_dim} × {size} B",
+    )
+
+
+class LayerRows:
+    """keys, values [batch, KV, S, D], contiguous: a block of BLOCK tokens of one head is one tile in memory. Summaries,
+    if any, are of blocks of `block` tokens."""
+
+    def __init__(self, plan: LayerStreams, device: torch.device, block: int = BLOCK):
+        self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
+        self.keys, self.values, self.block = self.tensors["keys"], self.tensors["values"], block
+
+    memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, KV, M]
+    last_memory: Memory | None = None  # the whole result of its last call
+
+    def staged(self, step: Step, policy: Policy):
+        """What a step reads instead of `of` if its rows are elsewhere (`dsv4.cache.host_tier`); None here, where they
+        are on the device."""
+        return None
+
+    def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the step's rows, [B, KV, S, D]: contiguous views."""
+        return self.keys[step.rows], self.values[step.rows]
+
+    def written(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The step's tokens are written in the tensors of `of`: those are the cache itself here."""
+
+    def summaries(self, step: Step) -> Summaries | None:
+        """Summaries of the step's rows: contiguous views; None if none are kept."""
+        return self._summaries(step.rows)
+
+    def summarised(self, step: Step, summaries: Summaries) -> None:
+        """The summaries of the step's blocks are written in the tensors of `summaries`: those are the cache itself
+        here."""
+
+    def _summaries(self, rows: slice) -> Summaries | None:
+        kept = [self.tensors[name][rows] if name in self.tensors else None for name in Summaries._fields[:3]]
+        return None if all(t is None for t in kept) else Summaries(*kept, self.block)
+
+    def adopt(self, plan: LayerStreams, policy: Policy) -> None:
+        """Replace the summaries by those of `plan`, which hold nothing yet."""
+        for name in set(self.tensors) - {"keys", "values"}:
+            del self.tensors[name]
+        self.tensors |= {stream.name: zeros(stream, self.keys.device) for stream in plan.streams[2:]}
+        self.block = policy.block
+
+    def summarise(self, tokens: int, write: Callable) -> None:
+        """Compute summaries of the first `tokens` keys of every row."""
+        found = self._summaries(slice(None))
+        if tokens and found is not None:
+            start = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device)
+            write(self.keys, start, tokens, found.low, found.high, found.mean, self.block)
+
+    def memory_of(self, step: Step) -> Memory:
+        """The memory of chunked prefill of the step's rows."""
+        m, rows = self.memory, step.rows
+        return Memory(m.positions[:, rows], m.scores[:, rows], m.mass[rows], m.updates[rows])
+
+    def remember(self, step: Step, memory: Memory) -> None:
+        """Keep the end of a call's result for the step's rows."""
+        self.last_memory, batch = memory, len(self.keys)
+        ends = memory.positions[-1:], memory.scores[-1:], memory.updates
+        if self.memory is None or self.memory.positions.shape[-1] != memory.positions.shape[-1]:
+            positions, scores = (t.new_zeros(1, batch, *t.shape[2:]) for t in ends[:2])
+            self.memory = Memory(
+                positions,
+                scores,
+                scores.new_zeros(batch, scores.shape[2], 0),
+                ends[2].new_zeros(batch, scores.shape[2]),
+            )
+        for held, fresh in zip(
+            (self.memory.positions[:, step.rows], self.memory.scores[:, step.rows], self.memory.updates[step.rows]),
+            ends,
+        ):
+            held.copy_(fresh)
+
+
+class GroupedCache:
+    """Caches of all layers for `batch` rows of up to `max_context` tokens. `lengths` are the tokens each row holds.
+
+    policy: its summaries are kept beside the keys (None: no summaries), written by the operation `summarise`.
+    """
+
+    def __init__(
+        self,
+        config: GQAConfig,
+        numerics: Numerics,
+        batch: int,
+        max_context: int,
+        devices: list[torch.device],
+        policy: Policy | None = None,
+        summarise: Callable | None = None,
+    ):
+        batch, max_context = check_sizes(batch=batch, max_context=max_context)
+        if max_context > config.max_position_embeddings:
+            raise InputError(
+                f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
+                f"{config.max_position_embeddings}; ask for at most that"
+            )
+        self.config, self.numerics, self.summarise = config, numerics, summarise
+        self.batch, self.max_context, self.max_rewind = batch, max_context, max_context
+        self.made_for = form(config, numerics, False, devices)
+        self.plan = self._planned(policy)
+        with self._room():
+            self.layers = self._made(devices, policy)
+        self._main = Lengths(batch, max_context)
+        # the position of a row's memory of chunked prefill, and its chunking
+        self.remembered: list[tuple[int, Chunking] | None] = [None] * batch
+
+    def _planned(self, policy: Policy | None) -> list[LayerStreams]:
+        return cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
+
+    def _made(self, devices: list[torch.device], policy: Policy | None) -> list[LayerRows]:
+        return [LayerRows(p, d, policy.block if policy else BLOCK) for p, d in zip(self.plan, devices, strict=True)]
+
+    def guess(self, layers, i: int, step: Step) -> Callable[[torch.Tensor], None] | None:
+        """Work to run in parallel with the rest of layer i, given the stream after its attention: a fetch for the next
+        layer, if its rows are elsewhere. layers: the model's. None: nothing."""
+        return None
+
+    @contextmanager
+    def _room(self):
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            wanted = sum(s.nbytes for p in self.plan for s in p.streams if s.place != "pinned")
+            raise CapacityError(
+                f"the cache needs {wanted} bytes for batch {self.batch} and max_context {self.max_context}, and they "
+                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them"
+            ) from error
+
+    def adopt(self, policy: Policy) -> None:
+        """Keep what `policy` searches from now on, instead of earlier summaries: they are computed from the keys in the
+        cache. Steps that were captured before must be captured again. Copies no keys."""
+        self.plan = self._planned(policy)
+        with self._room():
+            for layer, plan in zip(self.layers, self.plan):
+                layer.adopt(plan, policy)
+        self.summarise_again()
+
+    def summarise_again(self) -> None:
+        """Compute all summaries from the keys, after something other than steps wrote keys."""
+        for layer in self.layers:
+            layer.summarise(max(self.lengths), self.summarise)
+
+    def make_room(self, rows: slice, tokens: int) -> None:
+        """Called before `tokens` tokens are written to each of `rows`. Does nothing here: all room was allocated at
+        once."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._main.now)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes really allocated, summed over the buffers."""
+        return sum(t.untyped_storage().nbytes() for layer in self.layers for t in layer.tensors.values())
+
+    def rewind(self, n: int | list[int]) -> None:
+        """Forget the last n tokens of every row (or n[b] of row b). Copies nothing. Raises RewindError, and then
+        changes nothing."""
+        counts = rewind_counts(n, self.batch)
+        self._main.set_back(counts)
+        self.remembered = [held if count == 0 else None for held, count in zip(self.remembered, counts)]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.rewind(self.lengths)

@@ -1,0 +1,104 @@
+"""GQA models of well-known widths with random weights, made on the device: for kernels and timings without a
+checkpoint.
+
+Widths, heads and biases are those of the published configs of Llama 3.1 8B and Qwen2.5 7B. Contexts are extended to 1M
+tokens, so that decode at any length can be timed; the output of random weights means nothing anyway.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from dsv4.errors import InputError
+from dsv4.kernels.quantize import WeightFormat
+from dsv4.model.gqa.cache import GroupedCache
+from dsv4.model.gqa.choice import Attention
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.model import GQAModel
+from dsv4.model.linear import Storage
+from dsv4.model.numerics import Numerics
+
+LONGEST = 1 << 20
+GEOMETRIES = {
+    "llama-8b": dict(
+        model_type="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=False,
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def load_gqa_dummy(
+    name: str,
+    layers: int | None,
+    numerics: Numerics,
+    backend: str,
+    device: torch.device,
+    max_context: int | None = None,
+    seed: int = 0,
+    attention: Attention | None = None,
+    kernels: Mapping | None = None,
+) -> GQAModel:
+    """The first `layers` layers of a geometry, in bf16 (fp32 in numerics of that name); maps have gains near 1.
+
+    Raises InputError for a number of layers that it does not have.
+    """
+    raw = GEOMETRIES[name]
+    total = raw["num_hidden_layers"]
+    layers = total if layers is None else layers
+    if not 0 < layers <= total:
+        raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
+    config = GQAConfig.from_dict(raw | {"num_hidden_layers": layers, "max_position_embeddings": LONGEST})
+    storage = Storage() if numerics.dense else Storage(WeightFormat.DENSE, torch.bfloat16)
+    with torch.device("meta"):
+        model = GQAModel(config, numerics, backend, lambda leaf: storage, kernels)
+    model.to_empty(device=device)
+    model.device, model.max_context = device, max_context
+    fill_weights(model, seed)
+    if attention is not None:
+        model.attention = attention
+    return model
+
+
+@torch.no_grad()
+def fill_weights(model: GQAModel, seed: int = 0) -> None:
+    """Random numbers in every parameter, from one generator of the device."""
+    g = torch.Generator(model.device).manual_seed(seed)
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.normal_(0, 0.1, generator=g)
+        elif p.dim() == 1:
+            p.fill_(1.0)
+        else:
+            p.normal_(0, 1.0 if "embed_tokens" in name else p.shape[-1] ** -0.5, generator=g)
+
+
+@torch.no_grad()
+def fill_grouped(cache: GroupedCache, lengths: list[int], seed: int = 0) -> None:
+    """Keys and values of unit variance in every slot, as if row b held lengths[b] tokens; summaries, if any, are
+    computed from them."""
+    for i, layer in enumerate(cache.layers):
+        for held in (layer.keys, layer.values):
+            held.normal_(generator=torch.Generator(held.device).manual_seed(seed + i))
+    cache.reset()
+    cache._main.now, cache._main.high = list(lengths), list(lengths)
+    cache.summarise_again()

@@ -1,0 +1,83 @@
+"""From the files of a GQA checkpoint to its model: the plan, the ledger, and further checks."""
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from dsv4.errors import InputError
+from dsv4.kernels.quantize import WeightFormat
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.ledger import LoadLedger, Piece
+from dsv4.loaders.load import Inventory
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.model import GQAModel
+from dsv4.model.linear import Storage
+from dsv4.model.numerics import Numerics
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
+    """Raise InputError for options that apply to DeepSeek-V4 models alone."""
+    if numerics.simulate:
+        raise InputError(
+            f"numerics {numerics.name} simulate the FP8 and FP4 of DeepSeek-V4 checkpoints; the weights and caches of "
+            "this GQA model have no such format: use native or fp32"
+        )
+    if mtp:
+        raise InputError(
+            "MTP was asked for; GQA models have no MTP block: use --speculate lookup, which drafts from the text itself"
+        )
+    if cache not in ("auto", "bf16"):
+        raise InputError(
+            f"cache format {cache!r} packs the latent rows of DeepSeek-V4; a GQA model's keys and values are held as "
+            "its activations: use auto"
+        )
+    if index_cache != "auto":
+        raise InputError(f"index cache format {index_cache!r} was asked for; a GQA model has no index keys: use auto")
+    if spread:
+        raise InputError(
+            "a device map was asked for; layers of GQA models are not spread over devices: leave out --device-map"
+        )
+
+
+def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
+    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    config = GQAConfig.from_dict(inventory.config)
+
+    def storage(name: str) -> Storage:
+        source = inventory.sources.get(name)
+        return Storage() if source is None or numerics.dense else Storage(WeightFormat.DENSE, DTYPES[source.dtype])
+
+    with torch.device("meta"):
+        model = GQAModel(config, numerics, backend, storage, kernels)
+    model.inventory, model.ledger = inventory, LoadLedger()
+    model.ledger.account(
+        pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, config)
+    )
+    return model
+
+
+def pieces_of(model: GQAModel) -> list[Piece]:
+    """Every parameter is the tensor of its own name."""
+    return [Piece(name, {"raw": name}, (), tuple(p.shape)) for name, p in model.named_parameters()]
+
+
+def _reason(name: str, config: GQAConfig) -> str | None:
+    """Why a tensor of the file may stay unused."""
+    if name == HEAD and config.tie_word_embeddings:
+        return "a copy of the embedding, which the tied head uses"
+    if re.search(r"rotary_emb\.inv_freq$", name):
+        return "rotary frequencies, which follow from config.json"
+    return None
+
+
+def check_copies(inventory: Inventory) -> None:
+    """Raise CheckpointError if a tied head also has a matrix in the file that differs from the embedding."""
+    if HEAD in inventory.sources and inventory.config.get("tie_word_embeddings", False):
+        if not torch.equal(inventory.read(HEAD), inventory.read(EMBEDDING)):
+            raise CheckpointError(
+                f"tie_word_embeddings is true in config.json, but {HEAD} is not {EMBEDDING}; correct one of them"
+            )

@@ -1,0 +1,257 @@
+"""A decoder with grouped-query attention: Qwen2, Llama, Mistral. Modules are named after the tensors of the file."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from dsv4.cache.host_tier.layer import HostCache
+from dsv4.cache.linear import DEFAULT_MAX_REWIND
+from dsv4.errors import InputError
+from dsv4.kernels.dispatch import bind
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.grouped_attention import traversals
+from dsv4.kernels.operations import GQA_OPERATIONS
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.model.arguments import check_sizes
+from dsv4.model.causal import CausalLM, Embedding, Head
+from dsv4.model.gqa.attention import SelfAttention
+from dsv4.model.gqa.cache import GroupedCache, LayerRows
+from dsv4.model.gqa.choice import Attention
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.paged import GroupedLayout
+from dsv4.model.gqa.prefill import append_chunks
+from dsv4.model.gqa.projection import Projection, maps
+from dsv4.model.gqa.rope import frequencies
+from dsv4.model.module import Module, fuses
+from dsv4.model.norms import RMSNorm
+from dsv4.model.numerics import Numerics
+from dsv4.model.step import CapturedStep, Step
+
+GQA_COMPOSITIONS = {"linears": COMPOSITIONS["linears"]}
+
+
+class MLP(Module):
+    """W_down (silu(W_gate x) · W_up x)."""
+
+    def __init__(self, config: GQAConfig, numerics: Numerics, store, op):
+        super().__init__()
+        d, width, self.op = config.hidden_size, config.intermediate_size, op
+
+        def projection(name: str, rows: int, columns: int) -> Projection:
+            bias = store(f"{name}.bias").dtype if config.mlp_bias else None
+            return Projection(rows, columns, store(f"{name}.weight"), bias, numerics, op)
+
+        self.gate_proj, self.up_proj = projection("gate_proj", width, d), projection("up_proj", width, d)
+        self.down_proj = projection("down_proj", d, width)
+
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """x [N, d], not yet normalised by `norm`, → [N, d]."""
+        (gate, up), biases = maps(self.op, x, norm, self.gate_proj, self.up_proj)
+        return self.down_proj(self.op.silu_mul(gate, up, biases))
+
+
+class Layer(Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
+        super().__init__()
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, store(f"{name}.weight").dtype, op))
+        self.self_attn = SelfAttention(config, window, numerics, lambda leaf: store(f"self_attn.{leaf}"), op)
+        self.mlp = MLP(config, numerics, lambda leaf: store(f"mlp.{leaf}"), op)
+
+    def forward(
+        self, x: torch.Tensor, step: Step, cache: LayerRows, beside: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """x [N, d] → [N, d]; writes the step to the layer's cache. beside: is called with the stream after
+        attention."""
+        x = x + self.self_attn(x, self.input_layernorm, step, cache)
+        if beside is not None:
+            beside(x)
+        return x + self.mlp(x, self.post_attention_layernorm)
+
+
+class Decoder(Module):
+    """The modules under `model.` in the file."""
+
+    def __init__(self, config: GQAConfig, numerics: Numerics, store, op):
+        super().__init__()
+        self.embed_tokens = Embedding(config, store("embed_tokens.weight").dtype)
+        self.layers = nn.ModuleList(
+            Layer(config, window, numerics, lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op)
+            for i, window in enumerate(config.windows)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm.weight").dtype, op)
+
+
+class TiedHead(Module):
+    """Output projection by the embedding's own matrix, which stays the embedding's parameter."""
+
+    def __init__(self, embedding: Embedding, op):
+        super().__init__()
+        self.__dict__["embedding"], self.op = embedding, op  # not a submodule, so that its parameter is counted once
+
+    def packed(self) -> PackedWeight:
+        return PackedWeight(WeightFormat.DENSE, self.embedding.weight)
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """y [N, d] → fp32 [N, vocab]."""
+        return self.op.linears(y, None, 0.0, (self.packed(),), (False,), (torch.float32,))[0]
+
+
+class GQAModel(CausalLM):
+    """A model of `GQAConfig`. Build it with `dsv4.load_model`. store(tensor name) → dsv4.model.linear.Storage says how
+    it is held."""
+
+    def __init__(self, config: GQAConfig, numerics: Numerics, backend: str, store, replacements=None):
+        super().__init__(config, numerics, backend, replacements)
+        op = self.op = bind(GQA_OPERATIONS, backend, self.dispatch, GQA_COMPOSITIONS, self.replacements)
+        op.bound = op  # see dsv4.model.module.fuses
+        self.model = Decoder(config, numerics, lambda leaf: store(f"model.{leaf}"), op)
+        tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
+        self.lm_head = (
+            TiedHead(self.model.embed_tokens, op) if tied else Head(*shape, store("lm_head.weight"), numerics, op)
+        )
+        self.frequencies = {"main": frequencies(config.rope, config.head_dim)}
+        self.attention = Attention()
+
+    embed = property(lambda self: self.model.embed_tokens)
+    layers = property(lambda self: self.model.layers)
+    head = property(lambda self: self.lm_head)
+    mtp = ()
+
+    def __setattr__(self, name: str, value) -> None:
+        if name == "attention" and value is not None:
+            self._choose(value)
+        super().__setattr__(name, value)
+
+    def _choose(self, attention: Attention) -> None:
+        """`model.attention = …`: what steps read from now on, and what `new_cache` keeps. Steps captured before must be
+        captured again. Raises InputError for a choice that this model cannot serve."""
+        if not isinstance(attention, Attention):
+            raise InputError(
+                f"model.attention is a {type(attention).__name__}; expected a dsv4.model.gqa.choice.Attention"
+            )
+        if self.backend == "training" and not attention.plain:
+            raise InputError(
+                "another attention than dense was asked for on the training backend, which is differentiable: blocks "
+                "are chosen, not weighed; train densely and decode with a policy"
+            )
+        for layer in self.layers:
+            layer.self_attn.reading = attention  # a layer with a window reads only that
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a row in one step, unless `append` sets it: whole chunks if prefill has chunks."""
+        size, cut = super().chunk, self.attention.prefill
+        return size if cut is None else -(-size // cut.chunk) * cut.chunk
+
+    @property
+    def stream_shape(self) -> tuple[int, ...]:
+        """(d,): one residual stream."""
+        return (self.config.hidden_size,)
+
+    def new_cache(
+        self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND
+    ) -> GroupedCache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to any length;
+        max_rewind is the least that the caller needs.
+
+        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. Raises
+        InputError beyond the latter, CapacityError with the bytes when it does not fit; for a cache in host memory
+        (`kv_memory`) also InputError if it would keep nothing there, PinnedMemoryError if pinned memory is short.
+        """
+        if max_context is None:
+            max_context = self.max_context or self.config.max_position_embeddings
+        check_sizes(max_rewind=max_rewind)
+        policy = self.attention.policy
+        if self.kv_memory is not None:
+            return HostCache(
+                self.config,
+                self.numerics,
+                batch,
+                max_context,
+                [self.device] * len(self.layers),
+                policy,
+                self.op.summarise_blocks,
+                self.kv_memory,
+                self.backend == "triton",
+            )
+        return GroupedCache(
+            self.config,
+            self.numerics,
+            batch,
+            max_context,
+            [self.device] * len(self.layers),
+            None if policy.selector is None else policy,
+            self.op.summarise_blocks,
+        )
+
+    def page_layout(self) -> GroupedLayout:
+        """Raises InputError if prompts are read in chunks: their memory is not a function of the tokens before a
+        block."""
+        if self.attention.prefill is not None:
+            raise InputError(
+                "chunked prefill was asked for; requests over pages share prefixes of 128 tokens, which its chunks "
+                "and memory do not follow: leave out --prefill-chunks, or run single requests with dsv4 generate"
+            )
+        policy = self.attention.policy
+        return GroupedLayout(self.config, self.numerics, None if policy.selector is None else policy)
+
+    def layer_paths(self) -> list[dict]:
+        """What each layer really read in the last step, for the longest row. Waits for the device if tiles were
+        counted."""
+        found = []
+        for i, (layer, tiles) in enumerate(zip(self.layers, self.tiles or [None] * len(self.layers))):
+            attn = layer.self_attn
+            path = attn.path_at(self.replayed) if attn.path and self.replayed is not None else attn.path
+            text = attn.described(path) if path else "not run yet"
+            if tiles is not None:
+                size = attn.reading.termination.tile
+                read, of = float(tiles.float().mean()), -(-path["tokens"] // size)
+                splits = min(of, self._traversals(attn, tiles))
+                each = -(-of // splits)
+                path = path | {
+                    "tiles_read": read,
+                    "of_tiles": of,
+                    "tile": size,
+                    "batch": len(tiles),
+                    "traversals": splits,
+                    "tiles_each": each,
+                }
+                text += f"; read {read:.1f} of {of} tiles of {size}, mean"
+                text += f", {splits} traversals of {each}" if splits > 1 else ""
+                text += "; so few cannot stop" if each < attn.reading.termination.useful else ""
+            found.append({"layer": f"layer {i}", "kind": attn.kind.value, "experts": "–", **path, "path": text})
+        return found
+
+    def _traversals(self, attn, tiles: torch.Tensor) -> int:
+        return traversals(self.backend, tiles, attn.reach, attn.D, self.numerics.activation, attn.reading.termination)
+
+    def _run_pieces(
+        self, ids: torch.Tensor, cache: GroupedCache, counts: list[int], chunk: int, out, prompt: bool
+    ) -> None:
+        if prompt and self.attention.prefill is not None:
+            append_chunks(self, ids, cache, counts, chunk, out, self.attention.prefill)
+        else:
+            super()._run_pieces(ids, cache, counts, chunk, out, prompt)
+
+    def run(self, step: Step, cache: GroupedCache) -> torch.Tensor:
+        x = self.embed(step.ids).to(self.numerics.activation)
+        for i, (layer, rows) in enumerate(zip(self.layers, cache.layers)):
+            x = layer(x, step, rows, cache.guess(self.layers, i, step))
+        self.tiles = [layer.self_attn.tiles for layer in self.layers]
+        return x
+
+    def captured(self, step: CapturedStep, cache: GroupedCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """A captured step: the residual stream before the head [N, d], and logits fp32 [N, vocab]."""
+        x = self.run(step, cache)
+        norm, head = self.model.norm, self.lm_head
+        if fuses(self.op, "linears", norm, head):
+            return x, self.op.linears(x, norm.weight, norm.eps, (head.packed(),), (False,), (torch.float32,))[0]
+        return x, head(norm(x))
+
+    def features(self, streams: torch.Tensor) -> torch.Tensor:
+        """streams [N, d] → normalised head input [N, d]."""
+        return self.model.norm(streams)

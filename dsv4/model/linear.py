@@ -1,0 +1,94 @@
+"""A weight matrix as stored: dense, FP8 blocks, MXFP4 or NVFP4."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dsv4.errors import UnsupportedInput
+from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.model.module import Module
+from dsv4.model.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a matrix is held in memory. `scale` is the dtype of FP8's block scales."""
+
+    format: WeightFormat = WeightFormat.DENSE
+    dtype: torch.dtype = torch.float32
+    scale: torch.dtype | None = None
+    block: tuple[int, int] = (128, 128)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """An uninitialised parameter: the loader poisons and fills it."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+class Matrix(Module):
+    """A matrix [..., O, K] and its scales, held as `storage` says.
+
+    FP8: weight E4M3 [O, K], scale [⌈O/bo⌉, ⌈K/bk⌉] (E8M0 or fp32). MXFP4: weight uint8
+    [..., O, K/2], scale E8M0 [..., O, K/32]. NVFP4: weight uint8 [..., O, K/2], scale E4M3
+    [..., O, K/16], global_scale fp32 [..., parts].
+
+    `stacked` names the official matrices that are stacked along O in equal parts; empty if the matrix is one of the
+    file.
+    """
+
+    def __init__(self, shape: tuple[int, ...], storage: Storage, stacked: tuple[str, ...] = ()):
+        super().__init__()
+        self.storage, self.stacked = storage, stacked
+        parts = max(1, len(stacked))
+        *lead, O, K = shape
+        match storage.format:
+            case WeightFormat.DENSE:
+                self.weight = parameter(*shape, dtype=storage.dtype)
+            case WeightFormat.FP8:
+                bo, bk = storage.block
+                if parts > 1 and O // parts % bo:
+                    raise UnsupportedInput(
+                        f"{parts} FP8 matrices of {O // parts} rows cannot be stacked: their blocks "
+                        f"of {bo} rows would straddle two; expected a multiple of {bo} rows"
+                    )
+                self.weight = parameter(*shape, dtype=torch.float8_e4m3fn)
+                self.scale = parameter(*lead, -(-O // bo), -(-K // bk), dtype=storage.scale)
+            case WeightFormat.MXFP4:
+                self.weight = parameter(*lead, O, K // 2, dtype=torch.uint8)
+                self.scale = parameter(*lead, O, K // 32, dtype=torch.float8_e8m0fnu)
+            case WeightFormat.NVFP4:
+                self.weight = parameter(*lead, O, K // 2, dtype=torch.uint8)
+                self.scale = parameter(*lead, O, K // 16, dtype=torch.float8_e4m3fn)
+                self.global_scale = parameter(*lead, parts)
+        self.quantised = storage.format is not WeightFormat.DENSE
+
+    def packed(self) -> PackedWeight:
+        """The matrix in the form that the products take."""
+        held = self._parameters
+        return PackedWeight(
+            self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block
+        )
+
+
+class Linear(Matrix):
+    """y = W x. In simulated numerics the activation of a quantised matrix is quantised too."""
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        storage: Storage,
+        numerics: Numerics,
+        op,
+        stacked: tuple[str, ...] = (),
+    ):
+        super().__init__((out_features, in_features), storage, stacked)
+        self.op = op
+        self.simulate = numerics.simulate and self.quantised
+
+    def forward(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """x [N, in] → [N, out] in x.dtype. If `exact`, x is not quantised, and the result is the fp32 sum."""
+        if exact:
+            return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
+        return self.op.linear(x, self.packed(), self.simulate)

@@ -1,0 +1,95 @@
+"""Mixture of experts: router, routed experts, one shared expert."""
+
+import torch
+
+from dsv4.model.config import ModelConfig
+from dsv4.model.linear import Linear, Matrix, parameter
+from dsv4.model.module import Module, fuses
+from dsv4.model.numerics import Numerics
+
+
+class Gate(Module):
+    """Scores sqrt(softplus(W x)); experts by token id on hash layers, else by score + bias.
+
+    weight [E, d]; bias fp32 [E] on scored layers; tid2eid int64 [vocab, k] on hash layers.
+    """
+
+    def __init__(self, config: ModelConfig, hashed: bool, dtype: torch.dtype, op):
+        super().__init__()
+        self.weight = parameter(config.n_routed_experts, config.hidden_size, dtype=dtype)
+        self.bias = self.tid2eid = None
+        if hashed:
+            self.tid2eid = parameter(config.vocab_size, config.num_experts_per_tok, dtype=torch.int64)
+        else:
+            self.bias = parameter(config.n_routed_experts)
+        self.topk, self.factor, self.op = config.num_experts_per_tok, config.routed_scaling_factor, op
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [N, d], ids int64 [N] → expert indices int64 [N, k], routing weights fp32 [N, k]."""
+        if self.tid2eid is not None:
+            return self.op.route_hashed(x, self.weight, self.tid2eid, ids, self.factor)
+        return self.op.route_scored(x, self.weight, self.bias, self.topk, self.factor)
+
+
+class Experts(Module):
+    """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
+        super().__init__()
+        E, I, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        self.w13 = Matrix((E, 2 * I, d), store("w1"), stacked=("w1", "w3"))
+        self.w2 = Matrix((E, d, I), store("w2"), stacked=("w2",))
+        self.limit, self.op = config.swiglu_limit, op
+        self.simulate = numerics.simulate and self.w13.quantised
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [N, d], indices int64 [N, k], weights fp32 [N, k] → fp32 [N, d]."""
+        return self.op.experts(x, indices, weights, self.w13.packed(), self.w2.packed(), self.limit, self.simulate)
+
+
+class SharedExpert(Module):
+    """The expert every token passes: same clamps, weight 1. w1 gate, w3 up [I, d]; w2 down [d, I]."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
+        super().__init__()
+        I, d = config.moe_intermediate_size, config.hidden_size
+        self.w1 = Linear(I, d, store("w1"), numerics, op)
+        self.w3 = Linear(I, d, store("w3"), numerics, op)
+        self.w2 = Linear(d, I, store("w2"), numerics, op)
+        self.limit, self.op = config.swiglu_limit, op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, d] → fp32 [N, d]."""
+        return self.op.shared_expert(
+            x, self.w1.packed(), self.w3.packed(), self.w2.packed(), self.limit, self.w1.simulate
+        )
+
+
+class MoE(Module):
+    """Sum of the routed experts and the shared one, in fp32, cast once."""
+
+    def __init__(self, config: ModelConfig, hashed: bool, numerics: Numerics, store, op):
+        super().__init__()
+        self.gate = Gate(config, hashed, store("gate").dtype, op)
+        self.experts = Experts(config, numerics, lambda leaf: store(f"experts.{leaf}"), op)
+        self.shared_experts = SharedExpert(config, numerics, lambda leaf: store(f"shared_experts.{leaf}"), op)
+        self.op = op
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
+        indices, weights = self.gate(x, ids)
+        routed, shared = self.experts, self.shared_experts
+        if fuses(self.op, "moe", routed, shared):
+            matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
+            return self.op.moe(
+                x,
+                indices,
+                weights,
+                routed.w13.packed(),
+                routed.w2.packed(),
+                matrices,
+                routed.limit,
+                routed.simulate,
+                shared.w1.simulate,
+            )
+        return (routed(x, indices, weights) + shared(x)).to(x.dtype)

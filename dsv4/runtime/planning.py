@@ -1,0 +1,256 @@
+"""`dsv4 plan`: what fits where."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.planning import (
+    brought_entries,
+    brought_layers,
+    check_entries,
+    check_grouped,
+    entries_plan,
+    grouped_plan,
+)
+from dsv4.cache.streams import Stream, cache_streams
+from dsv4.cost_model.step import FORMULAS, step_parts
+from dsv4.errors import InputError
+from dsv4.kernels.block_choice import dense
+from dsv4.loaders.expected import official_tensors, preset
+from dsv4.loaders.load import Inventory
+from dsv4.loaders.write import tensor_bytes
+from dsv4.model.config import ModelConfig
+from dsv4.model.gqa import cache as gqa_cache
+from dsv4.model.gqa.choice import NOT_GQA, Attention
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.load import check_choices
+from dsv4.model.load import resolve_device
+from dsv4.model.numerics import Numerics, numerics_named
+from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
+from dsv4.runtime.memory import Plan, Row, cache_rows, free_bytes, stream_rows, weight_rows
+from dsv4.units import count_named, format_bytes
+
+HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card or a size
+COUNTED = "counted: weights and caches; not counted: activations of a step and captured graphs"
+SET_ASIDE_NOTE = "; of a named card 1 GiB is set aside for the driver and the CUDA context, as measured on an H100"
+LONGEST = 1 << 20  # default tokens a row of a plan, if the model takes so many
+
+
+def plan(
+    checkpoint: str,
+    max_context: str | None,
+    batch: int,
+    max_rewind: int,
+    numerics: str,
+    device: str,
+    cache: str = "auto",
+    index_cache: str = "auto",
+    attention: Attention | None = None,
+    kv_memory: HostMemory | None = None,
+    gpus: int = 1,
+) -> dict:
+    """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context. As
+    JSON values.
+
+    checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). max_context: tokens a
+    row ('128K'); None:
+    what the model takes (max_position_embeddings), at most 1M, and the document says that this was the default.
+    attention: of a GQA model, whose policy's summaries are counted. kv_memory: caches in host memory, whose pinned
+    bytes are no part of the total on the device. device: as `capacities_of` takes it; gpus: so many of it, over which
+    whole layers are spread. Raises InputError when max_context exceeds the checkpoint's, never clamps it;
+    CapacityError for fewer staged blocks than a step reads.
+    """
+    asked, per_token = None if max_context is None else count_named("--max-context", max_context), None
+    capacities = capacities_of(device, gpus)
+    inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
+    grouped = inventory is not None and inventory.family == "gqa"
+    if attention is not None and not grouped:
+        raise InputError(NOT_GQA)
+    config = (GQAConfig.from_dict if grouped else ModelConfig.from_official)(
+        inventory.config if inventory else preset(checkpoint)
+    )
+    if gpus > 1 and (grouped or kv_memory is not None):
+        raise InputError(
+            f"--gpus {gpus} was given; {'a GQA model' if grouped else 'a cache in host memory'} runs on one device "
+            "(--device-map does not spread it): leave it out"
+        )
+    context = _context(asked, config)
+    choice = numerics_named(numerics)
+    if grouped:
+        check_choices(choice, None, False, cache, index_cache)
+        rows, per_token = _gqa_rows(config, inventory, choice, batch, context, attention, kv_memory)
+    else:
+        choice = choice.with_caches(cache, index_cache)
+        rows = _rows(config, inventory, choice, batch, context, max_rewind, kv_memory)
+    read = step_parts(
+        config,
+        choice,
+        held_tensors(config, inventory, choice),
+        batch,
+        context,
+        attention.policy if attention else dense(),
+    )
+    sizes = Plan(tuple(rows))
+    found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
+    if not grouped and kv_memory is None:
+        found = _units(config, inventory, choice, batch, context, max_rewind)
+    return {
+        "checkpoint": checkpoint,
+        "max_context": context,
+        "max_context_default": asked is None,
+        "batch": batch,
+        "max_rewind": max_rewind,
+        "numerics": numerics,
+        "cache": cache,
+        "index_cache": index_cache,
+        "rows": [asdict(r) for r in rows],
+        "weights_bytes": sizes.total("weights"),
+        "cache_bytes": sizes.total("cache"),
+        "staging_bytes": sizes.total("staging"),
+        **_verdict(device, capacities, found, sizes.total() - sizes.total("pinned"), sizes.total("pinned")),
+        "cache_bytes_per_token": per_token,
+        "attention": attention.document() if attention else None,
+        "step": [
+            {"name": name, "nbytes": nbytes, "formula": FORMULAS[name]} for name, nbytes in read.items() if nbytes
+        ],
+    }
+
+
+def capacities_of(device: str, gpus: int) -> list[int]:
+    """Usable bytes of each of so many devices: what is free now on 'cpu', 'cuda' or 'cuda:N' of this machine, what a
+    named card has ('h100'; it need not be here), or a size ('80GiB'). Raises InputError."""
+    if device == "cpu" and gpus > 1:
+        raise InputError(f"--gpus {gpus} was given with --device cpu; name the GPUs, for example --device h100")
+    if device.partition(":")[0] not in HERE:
+        return [named_bytes(device)] * gpus
+    if gpus == 1:
+        return [free_bytes(resolve_device(device))]
+    if device != "cuda":
+        raise InputError(f"--gpus {gpus} was given with --device {device}; expected --device cuda, or a card's name")
+    return [free_bytes(resolve_device(f"cuda:{i}")) for i in range(gpus)]
+
+
+def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, pinned: int) -> dict:
+    """Whether it fits, and what each GPU would hold. pinned: bytes of host memory, which count if the device is one of
+    this machine."""
+    parts = split(found, capacities)
+    held, here = shares(parts, capacities), device.partition(":")[0] in HERE
+    fits, free = all(gpu["left_bytes"] >= 0 for gpu in held), free_bytes(torch.device("cpu"))
+    label = f"this machine's {device}" if here else f"{len(capacities)} × {device}"
+    more = None if fits or here or len(found) == 1 else enough(found, capacities[0])
+    said = answer(total, held, capacities, label, f"; {more} × {device} would hold it" if more else "")
+    if fits and here and pinned > free:
+        fits, said = (
+            False,
+            f"does not fit: {format_bytes(pinned)} are to be pinned in host memory, which has "
+            + (f"{format_bytes(free)} free, {format_bytes(pinned - free)} short"),
+        )
+    elif pinned:
+        said += f"; and {format_bytes(pinned)} pinned in host memory"
+    return {
+        "answer": said,
+        "fits": fits,
+        "device": device,
+        "total_bytes": total,
+        "free_bytes": min(capacities),
+        "gpus": held,
+        "max_memory": max_memory(memory_limits(parts, capacities)) if fits and len(capacities) > 1 else None,
+        "capacity_note": COUNTED + ("" if here else SET_ASIDE_NOTE),
+        "pinned_bytes": pinned,
+        "host_free_bytes": free,
+    }
+
+
+def _units(
+    config: ModelConfig, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int
+) -> list[Unit]:
+    """Modules of a DeepSeek-V4 model that are placed whole, with the caches of their layers."""
+    mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
+    held = held_tensors(config, inventory, choice)
+    layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
+    return units(
+        {name: tensor_bytes(dtype, shape) for name, (dtype, shape) in held.items()},
+        {layer.label: sum(stream.nbytes for stream in layer.streams) for layer in layers},
+    )
+
+
+def _rows(
+    config: ModelConfig,
+    inventory: Inventory | None,
+    choice: Numerics,
+    batch: int,
+    context: int,
+    max_rewind: int,
+    kv_memory: HostMemory | None,
+) -> list[Row]:
+    """Rows of a DeepSeek-V4 checkpoint, or of a published configuration without a checkpoint."""
+    mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
+    tensors = held_tensors(config, inventory, choice)
+    if kv_memory is None:
+        return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
+    layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
+    check_entries(layers)
+    brought = brought_entries(layers)
+    plan = entries_plan(layers, config.index_topk, kv_memory.staged)
+    return [*weight_rows(tensors), *stream_rows(plan), _shared(brought)]
+
+
+def _shared(stream: Stream) -> Row:
+    """The row of a buffer that all layers share."""
+    return Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula)
+
+
+def _gqa_rows(
+    config: GQAConfig,
+    inventory: Inventory,
+    choice: Numerics,
+    batch: int,
+    context: int,
+    attention: Attention | None,
+    kv_memory: HostMemory | None,
+) -> tuple[list[Row], dict]:
+    """Rows of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
+    tensors = held_tensors(config, inventory, choice)
+    nbytes, formula = gqa_cache.token_bytes(config, choice)
+    policy, rows = attention and attention.policy, weight_rows(tensors)
+    if kv_memory is None:
+        rows += stream_rows(gqa_cache.cache_streams(config, batch, context, choice, policy))
+    else:
+        check_grouped(config, policy, kv_memory)
+        rows += stream_rows(grouped_plan(config, batch, context, choice, policy, kv_memory.staged))
+        rows.append(_shared(brought_layers(config, batch, context, choice)))
+    return rows, {"nbytes": nbytes, "formula": formula}
+
+
+def held_tensors(
+    config: ModelConfig | GQAConfig, inventory: Inventory | None, choice: Numerics
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Official name → (dtype, shape) of a checkpoint's tensors as `choice` holds them; without one, of the published
+    formats."""
+    if isinstance(config, GQAConfig):
+        return {
+            name: ("F32" if choice.dense else source.dtype, source.shape) for name, source in inventory.sources.items()
+        }
+    if choice.dense:
+        mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
+        return official_tensors(config, mtp, dense="F32", experts="F32")
+    return (
+        official_tensors(config, True)
+        if inventory is None
+        else {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}
+    )
+
+
+def _context(asked: int | None, config: ModelConfig | GQAConfig) -> int:
+    """Tokens a row: as requested, or what the model takes, at most `LONGEST`. Raises InputError for more than it
+    takes."""
+    longest = config.max_position_embeddings
+    if asked is not None and asked < 1:
+        raise InputError(f"--max-context is {asked}; expected at least 1")
+    if asked is not None and asked > longest:
+        raise InputError(
+            f"max_context {asked} exceeds the checkpoint's max_position_embeddings {longest}; ask for at most that"
+        )
+    return min(LONGEST, longest) if asked is None else asked

@@ -1,0 +1,1 @@
+"""Which module a difference comes from: bisection against the oracle, exchange of modules, ablation."""

@@ -1,0 +1,1 @@
+"""The probes: one file each, with a page beside it."""

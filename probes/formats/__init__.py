@@ -1,1 +1,0 @@
-"""Formats of a report. Each module has `render(report, stem) -> str`; see probes/report.py."""

@@ -1,0 +1,1 @@
+"""The measuring commands: recall, fidelity, termination, sparse prefill."""

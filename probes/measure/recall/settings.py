@@ -1,0 +1,82 @@
+"""What is measured where, and the refusal to measure what proves nothing."""
+
+from dataclasses import dataclass
+
+from dsv4.errors import InputError
+from dsv4.probes.measure.recall.observe import CSA_RATIO, csa_layers
+
+LEAST = 8  # entries a pick, below which chance alone scores more than 1/8 (known_bugs 0.2)
+
+
+class VacuousSetting(InputError):
+    """So few entries that a random selection would look good."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """contexts: tokens, ascending; ks: picks, of which those beside the model's own are what-ifs; queries: the last
+    ones of each context, in each of `rows` rows of text; needles: trials by haystack and length."""
+
+    contexts: tuple[int, ...]
+    ks: tuple[int, ...]
+    queries: int
+    rows: int
+    needles: int
+    seed: int
+
+    def is_vacuous(self, context: int, k: int) -> bool:
+        return context // CSA_RATIO < LEAST * k
+
+
+def settle(
+    config,
+    contexts: list[int] | None,
+    ks: list[int] | None,
+    queries: int,
+    rows: int,
+    needles: int,
+    seed: int,
+    vacuous: bool,
+    longest: int | None = None,
+) -> Settings:
+    """Settings with their defaults: k of the model, contexts of 8·k and 16·k entries. longest: tokens that there are.
+
+    Raises VacuousSetting for n_comp < 8·k unless `vacuous`, InputError for what cannot be measured at all.
+    """
+    if not csa_layers(config):
+        raise InputError("the checkpoint has no CSA layer (compress_ratio 4): no indexer selects anything")
+    longest = min(longest or config.max_position_embeddings, config.max_position_embeddings)
+    ks = sorted(set(ks or [config.index_topk]))
+    least = CSA_RATIO * LEAST * ks[-1]
+    contexts = sorted(set(contexts or [n for n in (least, 2 * least) if n <= longest] or [longest]))
+    if ks[0] < 1 or rows < 1 or queries < 2 or needles < 0:
+        raise InputError(
+            f"--k {ks[0]}, --rows {rows}, --queries {queries}, --needles {needles}: expected at least 1, 1, 2, 0"
+        )
+    if contexts[-1] > longest:
+        raise InputError(
+            f"--context {contexts[-1]} exceeds the {longest} tokens that the checkpoint takes (or the dump "
+            "holds); ask for at most that"
+        )
+    queries = min([queries, contexts[0] // 2, *(b - a for a, b in zip(contexts, contexts[1:]))])
+    if queries < 2:
+        raise InputError(
+            f"the contexts {contexts} leave {queries} queries of its own to one of them; expected at least 2"
+        )
+    settings = Settings(tuple(contexts), tuple(ks), queries, rows, needles, seed)
+    for context in contexts if not vacuous else ():
+        for k in ks:
+            if settings.is_vacuous(context, k):
+                raise VacuousSetting(refusal(context, k, longest))
+    return settings
+
+
+def refusal(context: int, k: int, longest: int) -> str:
+    n, least = context // CSA_RATIO, CSA_RATIO * LEAST * k
+    instead = (
+        f"use --context {least} or more" if least <= longest else f"use --k {longest // CSA_RATIO // LEAST} or less"
+    )
+    return (
+        f"a context of {context} tokens has n_comp = {n} entries, fewer than {LEAST} · k = {LEAST * k}: chance alone "
+        f"recalls {min(1.0, k / max(n, 1)):.0%}; {instead}, or --vacuous to see the figures marked VACUOUS"
+    )

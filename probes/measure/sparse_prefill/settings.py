@@ -1,0 +1,148 @@
+"""What is read, in which chunks, and how much is asked."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from dsv4.errors import InputError
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.model.gqa.model import GQAModel
+from dsv4.model.tokenizer import Tokenizer
+from dsv4.probes.measure.recall.text import Text, read_text
+from dsv4.units import parse_count
+
+SOURCES = ("dsv4", "dsv4.kernels", "dsv4.loaders", "dsv4.probes")
+GRID = {512: ((64, 128), (64, 192, 320)), 1024: ((128, 256), (128, 384, 704))}  # chunk: locals, heavies
+
+
+@dataclass(frozen=True)
+class Settings:
+    """contexts: tokens, ascending; cuts: ways of reading; asked: those that needles and facts are asked after, and
+    whose maps are drawn; rows of each text; tail: last tokens of each context that are decoded after a sparse prompt;
+    needles of a context; asked_contexts;
+    in_prompt: questions that end the prompt, in the shortest of these; every: one query in so many has its dense
+    attention looked at."""
+
+    contexts: tuple[int, ...]
+    cuts: tuple[Chunking, ...]
+    asked: tuple[Chunking, ...]
+    rows: int
+    tail: int
+    needles: int
+    asked_contexts: tuple[int, ...]
+    in_prompt: int
+    every: int
+    seed: int
+
+    def about(self) -> dict:
+        """As JSON values."""
+        return asdict(self)
+
+
+def settle(
+    model,
+    contexts: list[int] | None,
+    cuts: str | None,
+    rows: int,
+    tail: int,
+    needles: int,
+    asked_contexts: list[int] | None,
+    in_prompt: int,
+    every: int,
+    seed: int,
+) -> Settings:
+    """Raises InputError for what cannot be measured."""
+    if not isinstance(model, GQAModel) or not any(window is None for window in model.config.windows):
+        raise InputError(
+            "sparse prefill is of GQA models with layers that attend to everything; this checkpoint has none such"
+        )
+    most = model.config.max_position_embeddings
+    chosen = (
+        parse_cuts(cuts)
+        if cuts is not None
+        else tuple(Chunking(S, L, H) for S, (ls, hs) in GRID.items() for L in ls for H in hs)
+    )
+    contexts = tuple(sorted(set(contexts or [n for n in (4096, 8192, 16384) if n <= most] or [most])))
+    asked = tuple(sorted(set(asked_contexts or (contexts[0], contexts[-1])))) if needles else ()
+    longest = max(c.chunk for c in chosen)
+    if contexts[0] < longest + tail + 2 or contexts[-1] > most:
+        raise InputError(
+            f"--context {contexts[0]} … {contexts[-1]}: expected more than a chunk and the tail ({longest} + {tail} + "
+            f"1) and no more than the checkpoint's max_position_embeddings, {most}"
+        )
+    if min(rows, tail, every) < 1 or min(needles, in_prompt) < 0:
+        raise InputError(
+            f"--rows {rows}, --tail {tail}, --every {every}, --needles {needles}, --in-prompt {in_prompt}: expected "
+            "at least 1, 1, 1, 0, 0"
+        )
+    if in_prompt > needles:
+        raise InputError(f"--in-prompt {in_prompt} asks for more needles than there are, {needles}")
+    return Settings(contexts, chosen, extremes(chosen), rows, tail, needles, asked, in_prompt, every, seed)
+
+
+def parse_cuts(text: str) -> tuple[Chunking, ...]:
+    """'512,64,192 1024,128,384' → cuts, each once. Raises InputError."""
+    found = []
+    for word in text.split():
+        parts = word.split(",")
+        if len(parts) != 3:
+            raise InputError(
+                f"--cuts has {word!r}; expected CHUNK,LOCAL,HEAVY, separated by spaces, such as '512,64,192 "
+                "1024,128,384'"
+            )
+        try:
+            found.append(Chunking(*map(parse_count, parts)))
+        except UnsupportedInput as error:
+            raise InputError(f"--cuts has {word!r}: {error}") from None
+    if not found:
+        raise InputError("--cuts is empty; expected CHUNK,LOCAL,HEAVY, such as 1024,128,384")
+    return tuple(dict.fromkeys(found))
+
+
+def extremes(cuts: tuple[Chunking, ...]) -> tuple[Chunking, ...]:
+    """Of each chunk size the cut with the least and the one with the most memory."""
+    found: dict[Chunking, None] = {}
+    for S in dict.fromkeys(c.chunk for c in cuts):
+        of = sorted((c for c in cuts if c.chunk == S), key=lambda c: c.memory)
+        found |= {of[0]: None, of[-1]: None}
+    return tuple(found)
+
+
+def texts(file: Path | None, checkpoint: Path, vocab_size: int, tokens: int, seed: int) -> list[Text]:
+    """`file` alone, or prose (Python's help topics) and this project's own sources; random ids where there is no
+    tokenizer."""
+    prose = read_text(file, checkpoint, vocab_size, tokens, seed)
+    if file is not None or prose.tokenizer is None:
+        return [prose]
+    files = source_files()
+    source = "\n\n".join(f.read_text(encoding="utf-8") for f in files)
+    tokenizer = Tokenizer(checkpoint, vocab_size)
+    name = f"this project's sources ({len(files)} files of {', '.join(SOURCES)})"
+    return [
+        prose,
+        Text(
+            name,
+            hashlib.sha256(source.encode()).hexdigest(),
+            np.array(tokenizer.encode(source), dtype=np.int64),
+            tokenizer,
+        ),
+    ]
+
+
+def source_files() -> list[Path]:
+    """The project's own files of Python and prose, wherever it is installed."""
+    folders = [Path(import_module(name).__file__).parent for name in SOURCES]
+    return sorted({f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".md")})
+
+
+def name(cut: Chunking) -> str:
+    return f"chunk {cut.chunk}, {cut.local} local + {cut.heavy} heavy"
+
+
+def way(cut: Chunking | None) -> dict:
+    """The columns that say how a prompt was read, null for dense."""
+    return {"chunk": cut and cut.chunk, "local": cut and cut.local, "heavy": cut and cut.heavy}

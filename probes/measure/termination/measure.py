@@ -1,0 +1,154 @@
+"""Walks along a model's exact run, and needles under terminated decoding."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.grouped_attention.termination import Termination
+from dsv4.model.attention import HCAAttention
+from dsv4.model.causal import CausalLM
+from dsv4.probes.measure.fidelity import needles
+from dsv4.probes.measure.fidelity.attending import attending
+from dsv4.probes.measure.fidelity.variants import Variant, is_gqa, of_policy
+from dsv4.probes.measure.recall.haystack import filler
+from dsv4.probes.measure.recall.mass import watched
+from dsv4.probes.measure.recall.needles import Limits, hidden
+from dsv4.probes.measure.termination import orders
+from dsv4.probes.measure.termination.settings import Settings, rules
+from dsv4.probes.measure.termination.stops import figures
+from dsv4.probes.measure.termination.walk import Walk, joined
+from dsv4.probes.scenes.wrapping import replaced, wrapped
+
+Key = tuple[str, int, int]  # order, context, layer
+Say = Callable[[str], None]
+
+
+def walks(
+    model: CausalLM, policies: list[Policy], rows: torch.Tensor, settings: Settings, chunk: int, say: Say
+) -> dict[Key, Walk]:
+    """The last queries of each context of rows int64 [B, T], by order, context and layer."""
+    found: dict[Key, list[Walk]] = {}
+    for b, ids in enumerate(rows):
+        cache, at = model.new_cache(1, len(ids), max_rewind=0), 0
+        for context in settings.contexts:
+            say(f"walks: row {b + 1} of {len(rows)}, {context} tokens")
+            first = max(at, context - settings.queries)
+            if first > at:
+                model.append(ids[None, at:first], cache, logits="none", chunk=chunk)
+
+            def see(order: str, layer: int, walk: Walk) -> None:
+                found.setdefault((order, context, layer), []).append(walk)
+
+            with _watched(model, policies, settings.tile, see):
+                model.append(ids[None, first:context], cache, logits="none", chunk=chunk)
+            at = context
+    return {key: joined(parts) for key, parts in found.items()}
+
+
+def name_of(policy: Policy) -> str:
+    return "dense, newest first" if policy.dense else f"{policy.name}, {policy.tokens} tokens"
+
+
+@contextmanager
+def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) -> Iterator[None]:
+    if is_gqa(model):
+
+        def look(layer: int, attn, q, keys, values, step) -> None:
+            for policy in policies:
+                see(name_of(policy), layer, orders.heads(q, keys, values, step.start, attn.scale, policy, tile))
+
+        with attending(model, look):
+            yield
+        return
+    csa = lambda layer, attn, *held: see("CSA, best first", layer, orders.entries(attn, *held, tile))
+    hca = lambda layer, attn, *held: see("HCA, newest first", layer, orders.heavily_compressed(attn, *held, tile))
+    with watched(model, csa), _watched_hca(model, hca):
+        yield
+
+
+def _watched_hca(model: CausalLM, see: Callable) -> AbstractContextManager:
+    """Calls see(layer, attn, q, window, window_index, step, cache) before each HCA layer attends."""
+
+    def also(i: int, attn, attend: Callable) -> Callable:
+        def run(q, window, window_index, selection, step, cache):
+            see(i, attn, q, window, window_index, step, cache)
+            return attend(q, window, window_index, selection, step, cache)
+
+        return run
+
+    return wrapped(
+        [(i, block.attn) for i, block in enumerate(model.layers) if isinstance(block.attn, HCAAttention)],
+        "attend",
+        also,
+    )
+
+
+def stopped(found: dict[Key, Walk], settings: Settings) -> list[dict]:
+    """The rule's figures by order and context, of each layer and of all (layer None)."""
+    rows = []
+    for order, context in dict.fromkeys((o, c) for o, c, _ in found):
+        layers = {layer: walk for (o, c, layer), walk in found.items() if (o, c) == (order, context)}
+        for layer, walk in [*layers.items(), (None, joined(list(layers.values())))]:
+            rows.append({"order": order, "context": context, "layer": layer} | figures(walk, settings.rule))
+    return rows
+
+
+def varied(found: dict[Key, Walk], settings: Settings) -> list[dict]:
+    """The figures of all layers under each ablation and along each sweep."""
+    rows = []
+    for order, context in dict.fromkeys((o, c) for o, c, _ in found):
+        walk = joined([walk for (o, c, _), walk in found.items() if (o, c) == (order, context)])
+        for name, rule in rules(settings):
+            rows.append(
+                {
+                    "order": order,
+                    "context": context,
+                    "varied": name,
+                    "tau": rule.tau,
+                    "phi": rule.phi,
+                    "patience": rule.wait,
+                }
+                | figures(walk, rule)
+            )
+    return rows
+
+
+def terminated(policy: Policy, rule: Termination | None) -> Variant:
+    """A GQA model that decodes by `policy`, and stops by `rule`."""
+    if rule is None:
+        return of_policy(policy)
+
+    @contextmanager
+    def switch(model: CausalLM) -> Iterator[None]:
+        with replaced([model], "attention", dataclasses.replace(model.attention, policy=policy, termination=rule)):
+            yield
+
+    return Variant(
+        f"{name_of(policy)}, τ = {rule.tau:g}",
+        switch,
+        None if policy.dense else policy.tokens,
+        decode_only=True,
+        policy=policy,
+    )
+
+
+def hidden_needles(
+    model: CausalLM, policies: list[Policy], tokenizer, prose, settings: Settings, limits: Limits, say: Say
+) -> list[dict]:
+    """Needles by policy and rule: without termination, by the rule, and by each looser τ; the same trials for all."""
+    choices = [None, settings.rule, *(dataclasses.replace(settings.rule, tau=tau) for tau in settings.looser)]
+    variants = {terminated(p, rule).name: (terminated(p, rule), p, rule) for p in policies for rule in choices}
+    rows = []
+    for haystack in needles.HAYSTACKS:
+        for context in settings.asked:
+            text = prose if haystack.prose else filler(tokenizer, context)
+            asked = hidden(model, tokenizer, text, context, settings.needles, settings.seed)
+            note = lambda text: say(f"needles, {haystack.name}, {context} tokens: {text}")
+            hits = needles.answers(model, [v for v, *_ in variants.values()], asked, limits, note)
+            for name, (variant, policy, rule) in variants.items():
+                row = needles.row(variant, haystack.name, context, asked, hits[name])
+                rows.append(row | {"order": name_of(policy), "tau": None if rule is None else rule.tau})
+    return rows

@@ -1,0 +1,85 @@
+"""The walks of a model's attention: the tiles of each order, and their contents.
+
+A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first. CSA: the
+window newest first, then the selected entries by falling index score. HCA: the window, then the entries, newest first.
+The sink logit of CSA and HCA counts from the beginning. Whatever device the model is on, walks are on the host.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from dsv4.kernels.attention.reference import gather_rows
+from dsv4.kernels.block_choice import Policy, choose_blocks
+from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.gather_attention.reference import positions_of
+from dsv4.kernels.grouped_attention.termination import newest_first
+from dsv4.kernels.indexer.reference import topk_entries
+from dsv4.probes.measure.termination.walk import Walk, joined, walk
+from dsv4.probes.scenes.buffers import numbers
+
+
+def places(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Policy, tile: int) -> torch.Tensor:
+    """Positions of the tiles that each query and KV head reads, in order: int64 [T, KV, n, tile] of one row, −1 where
+    nothing is. q [1, T, H, D]; keys [1, KV, S, D]; start int64 [1]."""
+    (_, T, _, D), (KV, S) = q.shape, keys.shape[1:3]
+    position = start.unsqueeze(1) + torch.arange(T)
+    if policy.dense:
+        return newest_first(position, torch.zeros_like(position), -(-S // tile), tile)[0].expand(T, KV, -1, -1)
+    low, high, mean = (torch.zeros(1, KV, -(-S // policy.block), D, dtype=keys.dtype) for _ in range(3))
+    summarise_blocks(keys, torch.zeros_like(start), int(start[0]) + T, low, high, mean, policy.block)
+    found = positions_of(choose_blocks(q, KV, low, high, mean, start, policy, True), policy.block)[0]
+    return F.pad(found, (0, -found.shape[-1] % tile), value=-1).unflatten(-1, (-1, tile))
+
+
+def heads(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+    scale: float,
+    policy: Policy,
+    tile: int,
+) -> Walk:
+    """Walks of T queries of one row, T·KV groups. Arguments as `places` takes them, values like keys."""
+    (_, T, H, _), KV = q.shape, keys.shape[1]
+    q, keys, values, start = (x.cpu() for x in (q, keys, values, start))
+    order, groups = places(q, keys, start, policy, tile), q[0].double().view(T, KV, H // KV, -1)
+    found = []
+    for t in range(T):
+        for kv in range(KV):
+            place = order[t, kv]
+            seen = (place >= 0) & (place <= int(start[0]) + t)
+            place, seen = place[seen.any(-1)], seen[seen.any(-1)]
+            k, v = (x[0, kv, place.clamp(min=0)].double() for x in (keys, values))
+            logits = torch.einsum("gd,ntd->gnt", groups[t, kv], k) * scale
+            found.append(walk(logits.masked_fill(~seen, -torch.inf), v.masked_fill(~seen.unsqueeze(-1), 0)))
+    return joined(found)
+
+
+def entries(attn, x, qr, q, window, window_index, step, cache, tile: int) -> Walk:
+    """Walks of a batch of one row through a CSA layer, from what `dsv4.probes.measure.recall.mass.watched` sees; all
+    heads share the tiles."""
+    n = step.max_visible(attn.ratio)
+    order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), min(n, attn.indexer.topk))[0]
+    return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)
+
+
+def heavily_compressed(attn, q, window, window_index, step, cache, tile: int) -> Walk:
+    """Walks of a batch of one row through an HCA layer, from what its `attend` is given."""
+    visible = step.visible(attn.ratio)[0].unsqueeze(-1).cpu()
+    order = (visible - 1 - torch.arange(max(1, step.max_visible(attn.ratio)))).clamp(min=-1)
+    return _latents(attn, q, window, window_index, numbers(cache.main.entries.visible(step))[0], order, tile)
+
+
+def _latents(attn, q, window, window_index, rows, order, tile: int) -> Walk:
+    """q [T, H, D]; entries rows [n, D], of which order int64 [T, K] are read, −1 where nothing is."""
+    near, absent = (x.cpu() for x in gather_rows(window, window_index.flip(-1)))
+    q, rows, sink, found = q.cpu(), rows.cpu(), attn.attn_sink.cpu(), []
+    for t in range(len(q)):
+        mine = order[t][order[t] >= 0]
+        read = torch.cat((near[t][~absent[t]], rows[mine].float())).double()
+        padded = F.pad(read, (0, 0, 0, -len(read) % tile))
+        logits = q[t].double() @ padded.T * attn.scale
+        logits[:, len(read) :] = -torch.inf
+        found.append(walk(logits.unflatten(-1, (-1, tile)), padded.unflatten(0, (-1, tile)), sink))
+    return joined(found)

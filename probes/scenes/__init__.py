@@ -1,0 +1,1 @@
+"""What probes set up, run and compare: inputs, scripted drafts, cases, buffers, walks of the references."""

@@ -1,0 +1,41 @@
+"""`memory_map` on GQA models: keys and values whose offsets need 64 bits."""
+
+import torch
+
+from dsv4.cache.streams import Stream, zeros
+from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.subject import Subject
+
+FAR = 1 << 31  # where 32-bit offsets end
+
+
+def far_keys(subject: Subject) -> Check:
+    """The row of a KV head that begins at or beyond element 2^31 of the keys: written in place, and no other."""
+    config = subject.config
+    KV, D, H = config.num_key_value_heads, config.head_dim, config.num_attention_heads
+    S = -(-FAR // (KV * D)) // 128 * 128 + 256  # so that the last rows of the last head lie beyond
+    about = dict(where=f"position {S - 1} of {KV} heads of {D} dims", part="keys", unit="rows")
+    device, dtype = subject.model.device, torch.bfloat16 if subject.model.backend == "triton" else torch.float16
+    try:  # pages are taken when they are written
+        keys, values = (zeros(Stream(name, (1, KV, S, D), dtype, ""), device) for name in ("keys", "values"))
+    except (RuntimeError, MemoryError) as error:
+        return vacuous(
+            "rows beyond 2^31 elements", f"{4 * KV * S * D} B cannot be reserved: {str(error).splitlines()[0]}", **about
+        )
+    one = lambda heads: torch.ones(1, heads * D, dtype=dtype, device=device)
+    still = torch.ones(1, D // 2, dtype=torch.complex64, device=device)  # turned by nothing
+    subject.model.op.rotary_rows(
+        one(H), one(KV), one(KV), None, still, keys, values, torch.tensor([S - 1], device=device)
+    )
+    right = all(
+        bool((t[0, :, S - 1] == 1).all()) and not t[0, :, 0].any() and not t[0, :, S - 2].any() for t in (keys, values)
+    )
+    return compare(
+        "rows beyond 2^31 elements that are written in place",
+        int(right),
+        "==",
+        1,
+        "offsets are 64 bits wide; int32 ones wrap here",
+        2 * KV,
+        **about,
+    )

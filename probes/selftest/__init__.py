@@ -1,0 +1,1 @@
+"""The self-test: every planted fault against every probe."""

@@ -1,0 +1,110 @@
+"""Imports point one way: commands → probes → engine → model → loaders → kernels. No circles, at any time of import."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = (  # from the top; a module imports its own layer and those below it
+    ("commands", ("dsv4.commands", "dsv4.__main__")),
+    ("probes", ("dsv4.probes",)),
+    ("engine", ("dsv4.engine", "dsv4.speculation", "dsv4.cost_model", "dsv4.runtime")),
+    ("model", ("dsv4.model", "dsv4.cache")),
+    ("loaders", ("dsv4.loaders",)),
+    ("base", ("dsv4.errors", "dsv4.moved", "dsv4.named_values", "dsv4.outputs", "dsv4.sending", "dsv4.units")),
+    ("kernels", ("dsv4.kernels",)),
+)
+
+
+def module_of(path: Path) -> str:
+    parts = list(path.relative_to(ROOT).with_suffix("").parts)
+    parts = parts if parts[0] == "dsv4" else ["dsv4", *parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    folders = ("dsv4", "kernels", "loaders", "probes")
+    return {module_of(path): path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))}
+
+
+def imported(name: str, path: Path) -> Iterator[str]:
+    """Modules of ours that a file imports, also inside functions; for types alone does not count."""
+    for node in running(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dsv4":
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in modules() else node.module
+
+
+def running(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from running(node)
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    return {name: frozenset(imported(name, path)) - {name} for name, path in modules().items()}
+
+
+def layer(name: str) -> int | None:
+    """Its number from the top; None of the package itself, which holds the version and one lazy function."""
+    found = [i for i, (_, rooms) in enumerate(LAYERS) for room in rooms if name == room or name.startswith(f"{room}.")]
+    assert found or name == "dsv4", f"{name} has no layer; give its room one"
+    return found[0] if found else None
+
+
+def test_no_module_imports_a_layer_above_its_own():
+    upward = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in sorted(others)
+        if None not in (layer(name), layer(other)) and layer(other) < layer(name)
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_the_engine_and_what_is_below_never_import_probes():
+    assert not [n for n, found in graph().items() if layer(n) not in (0, 1, None) and any("probes" in o for o in found)]
+
+
+def circles(edges: dict[str, frozenset[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module (Tarjan)."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(v: str) -> None:
+        index[v] = low[v] = len(index)
+        stack.append(v)
+        for w in edges.get(v, ()):
+            if w not in index:
+                visit(w)
+            if w in stack:
+                low[v] = min(low[v], low[w])
+        if low[v] == index[v]:
+            at = stack.index(v)
+            if len(stack) - at > 1:
+                found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for v in edges:
+        if v not in index:
+            visit(v)
+    return found
+
+
+def test_no_import_circle():
+    assert not circles(graph())
+
+
+@pytest.mark.parametrize("edges,wanted", [({"a": {"b"}, "b": {"a"}, "c": {"a"}}, [["a", "b"]]), ({"a": {"b"}}, [])])
+def test_circles_are_seen(edges, wanted):
+    assert circles({k: frozenset(v) for k, v in edges.items()}) == wanted

@@ -1,0 +1,43 @@
+"""Old names of modules give the same objects as the new ones."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from dsv4.moved import MOVED, new_name
+
+
+@pytest.mark.parametrize("old", [*MOVED, "dsv4.gqa.cache", "dsv4.host_tier.entries", "dsv4.probes.rope"])
+def test_an_old_name_is_the_same_module(old):
+    new = new_name(old)
+    with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
+        found = importlib.import_module(old)
+    assert found is importlib.import_module(new) and found.__spec__.name == found.__name__ == new
+
+
+@pytest.mark.parametrize(
+    "package,name,home",
+    [
+        ("dsv4.model", "Model", "dsv4.model.deepseek_v4"),
+        ("dsv4.cache", "Cache", "dsv4.cache.linear"),
+        ("dsv4.commands", "generate", "dsv4.commands.decode"),
+        ("dsv4.probes.report", "write_files", "dsv4.probes.report.files"),
+    ],
+)
+def test_a_package_with_the_name_of_a_module_has_its_names(package, name, home):
+    code = f"from {package} import {name}; from {home} import {name} as new; assert {name} is new"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_never_was_is_not_found():
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("dsv4.gqa.nothing")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("dsv4.never")
+
+
+def test_a_probe_runs_by_its_old_name():
+    done = subprocess.run([sys.executable, "-m", "dsv4.probes.rope", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "dsv4.probes.catalogue.rope" in done.stdout
