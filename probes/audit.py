@@ -14,7 +14,8 @@ from dsv4.model.numerics import NUMERICS
 from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
 from dsv4.probes.report import json_report
 from dsv4.probes.report.difference import difference
-from dsv4.probes.report.files import Report, Section, write
+from dsv4.probes.report.document import Report, Section
+from dsv4.probes.report.files import write
 from dsv4.probes.report.provenance import provenance
 from dsv4.probes.result import Check, Status, vacuous
 from dsv4.probes.subject import Subject
@@ -63,7 +64,7 @@ def open_subject(
         return open_foreign(f"{kind}:{rest}", checkpoint)
     match kind:
         case "ours":
-            from dsv4.probes.subjects.ours import open_ours
+            from dsv4.probes.subjects.opening import open_ours
 
             parts = parts_of(rest, numerics, backend)
             return open_ours(checkpoint, *parts, device, cache, index_cache, kernels=kernels)
@@ -74,7 +75,7 @@ def open_subject(
 
             return FilesSubject(checkpoint)
         case "transformers":
-            from dsv4.probes.subjects.transformers import open_theirs
+            from dsv4.probes.subjects.opening import open_theirs
 
             return open_theirs(checkpoint)
     raise InputError(f"subject {kind!r} is unknown; expected one of {', '.join(SUBJECTS)}")

@@ -4,6 +4,8 @@ Also what the attention probes (rope, index_oracle, influence) share: the oracle
 tolerances.
 """
 
+from itertools import accumulate
+
 import torch
 
 from dsv4.probes.oracle import Oracle, OracleConfig, Weights, weights_of
@@ -203,3 +205,8 @@ def attended(layer: Layer, found: dict, selection: torch.Tensor | None, window: 
     entries = found.get("compressed_kv", kv[:, :0])
     window = layer.config.sliding_window if window is None else window
     return steps.attention(q, kv, entries, selection, layer.w("attn.attn_sink"), window, layer.ratio, found.get("at"))
+
+
+def starts_of(schedule: tuple[int, ...]) -> torch.Tensor:
+    """int64 [T]: where the step of each token begins."""
+    return torch.tensor([start for start, n in zip(accumulate(schedule, initial=0), schedule) for _ in range(n)])

@@ -32,8 +32,9 @@ from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Static
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.passes import Append
 from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.verify import Append, default
+from dsv4.speculation.verify import default
 from scripts.bench import report, speculation_traces
 from scripts.places import folder
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import InputError
-from dsv4.probes.report.files import plot_file, write_files
+from dsv4.probes.report.document import plot_file
+from dsv4.probes.report.files import write_files
 from scripts.bench import report
 
 

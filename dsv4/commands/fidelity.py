@@ -70,7 +70,7 @@ def fidelity(
     from dsv4.probes.measure.fidelity.settings import settle, variants_of
     from dsv4.probes.measure.recall.plots import MISSING, available
     from dsv4.probes.measure.recall.text import read_text
-    from dsv4.probes.report.files import slug
+    from dsv4.probes.report.document import slug
     from dsv4.probes.report.json_report import dumped
     from dsv4.runtime import user_kernels
     from dsv4.runtime.threads import limited_threads

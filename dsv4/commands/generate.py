@@ -28,9 +28,10 @@ from dsv4.runtime.memory import peak_bytes
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.passes import Append
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.verify import HOST, Append, default
+from dsv4.speculation.verify import HOST, default
 from dsv4.units import count_named
 
 

@@ -59,7 +59,7 @@ def sparse_prefill(
     from dsv4.probes.measure.recall.plots import MISSING, available
     from dsv4.probes.measure.sparse_prefill import document, markdown, plots
     from dsv4.probes.measure.sparse_prefill.settings import settle, texts
-    from dsv4.probes.report.files import slug
+    from dsv4.probes.report.document import slug
     from dsv4.runtime.threads import limited_threads
 
     contexts, asked = (counts(*pair) for pair in (("--context", context), ("--asked-context", asked_context)))

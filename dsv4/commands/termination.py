@@ -63,7 +63,7 @@ def termination(
     from dsv4.probes.measure.recall.text import read_text
     from dsv4.probes.measure.termination import document, markdown, plots
     from dsv4.probes.measure.termination.settings import orders_of, rule_of, settle
-    from dsv4.probes.report.files import slug
+    from dsv4.probes.report.document import slug
     from dsv4.probes.report.json_report import dumped
     from dsv4.runtime.threads import limited_threads
 

@@ -17,7 +17,7 @@ from dsv4.cache.paged_view import PagedView
 from dsv4.model.causal import CausalLM, TokenCache
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.sending import sent
-from dsv4.speculation.verify import Append
+from dsv4.speculation.passes import Append
 
 
 class Steps:

@@ -27,10 +27,10 @@ from dsv4.speculation import verify as ways
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.captured import Steps
 from dsv4.speculation.draft import Drafter, Drafts
+from dsv4.speculation.passes import Verify
 from dsv4.speculation.policy import Policy, Static, room
 from dsv4.speculation.prefill import prefill
 from dsv4.speculation.result import Speculation
-from dsv4.speculation.verify import Verify
 
 
 @dataclass

@@ -1,64 +1,9 @@
 """How a verify pass runs: it takes tokens, returns the logits after each, and leaves all tokens in the caches until
 they are rewound."""
 
-from typing import Protocol
-
-import torch
-
-from dsv4.kernels.quantize.kept import keeping
 from dsv4.model.causal import CausalLM, TokenCache, captures
-
-
-class Verify(Protocol):
-    """A way to run one pass over a batch."""
-
-    def __call__(
-        self, ids: torch.Tensor, counts: list[int], want_streams: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """ids int64 [B, W]: row b's first counts[b] are run (0: the row rests), and more may be. Returns logits fp32
-        [B, W, vocab] and, if wanted, the streams [B, W, n, d] before the head; beyond a row's count both may hold
-        anything. cache.lengths advance by the tokens that really ran."""
-
-
-class Append:
-    """One append. pads: rows with fewer drafts run pads if they have room for them: one uniform pass of the model
-    instead of a piece for each length. The caller's rewind drops pads as it drops wrong drafts."""
-
-    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = True):
-        self.model, self.cache, self.pads = model, cache, pads
-
-    def __call__(
-        self, ids: torch.Tensor, counts: list[int], want_streams: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        width = ids.shape[1]
-        if (
-            self.pads
-            and all(n + width <= self.cache.max_context for n in self.cache.lengths)
-            and width <= self.cache.max_rewind
-        ):
-            counts = [width] * len(counts)
-        out = self.model.append(ids, self.cache, n_new=counts, return_streams=want_streams)
-        return out if want_streams else (out, None)
-
-
-class SingleSteps:
-    """Runs the tokens of a pass one at a time, as plain decoding does, so its logits are equal bit for bit, in any
-    numerics. The steps of a pass share dequantised weights; otherwise this is no faster than plain decoding."""
-
-    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
-        self.model, self.cache = model, cache
-
-    def __call__(
-        self, ids: torch.Tensor, counts: list[int], want_streams: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        parts = []
-        with keeping():
-            for t in range(max(counts)):
-                now = [int(n > t) for n in counts]
-                parts.append(self.model.append(ids[:, t : t + 1], self.cache, n_new=now, return_streams=True))
-        logits, streams = (torch.cat(found, 1) for found in zip(*parts))
-        return logits, streams if want_streams else None
-
+from dsv4.speculation.captured import Captured
+from dsv4.speculation.passes import Append, SingleSteps, Verify
 
 HOST = ("cpu", "reference")  # backends that sum products of several rows in another order than products of one row
 
@@ -66,9 +11,7 @@ HOST = ("cpu", "reference")  # backends that sum products of several rows in ano
 def default(model: CausalLM, cache: TokenCache, pads: bool = True) -> Verify:
     """The default way to run passes: greedy text is then that of plain decoding."""
     if captures(model):
-        from dsv4.speculation.captured import Captured  # appends what it cannot capture
-
-        return Captured(model, cache, pads)
+        return Captured(model, cache, pads)  # appends what it cannot capture
     # fp32: sums differ by 4e-5, and no choice was seen to
     exact = model.backend in HOST and model.numerics.name != "fp32"
     return (SingleSteps if exact else Append)(model, cache, pads)

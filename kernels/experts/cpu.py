@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.experts import reference
-from dsv4.kernels.experts.reference import clamped_swiglu, expert
+from dsv4.kernels.experts.reference import clamped_swiglu
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.quantize.kept import dequantised_stack
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
-from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, expert
 
 MAX_PAIRS = 16  # (token, expert) pairs
 MAX_GATHERED = 1 << 24  # weights gathered at once

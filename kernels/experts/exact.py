@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.experts.reference import clamped_swiglu, expert
+from dsv4.kernels.experts.reference import clamped_swiglu
 from dsv4.kernels.linear.contract import ACTIVATION_BLOCK
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.kernels.quantize.exact import simulated_fp8, values
-from dsv4.kernels.quantize.weights import to_float
+from dsv4.kernels.quantize.weights import expert, to_float
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.linear.reference import linear
-from dsv4.kernels.quantize.weights import PackedWeight
+from dsv4.kernels.quantize.weights import PackedWeight, expert
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
@@ -41,20 +41,3 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
         h = clamped_swiglu(gate, up, limit).mul_(weights[mine].unsqueeze(-1)).to(x.dtype)
         out.index_add_(0, token[mine], linear(h, expert(w2, e), simulate).float())
     return out
-
-
-def expert(w: PackedWeight, e) -> PackedWeight:
-    """Matrix e of a stack, or the stack of several for an index tensor."""
-    pick = (
-        (lambda t: None if t is None else t[e])
-        if isinstance(e, int)
-        else (lambda t: None if t is None else _rows(t, e))
-    )
-    return PackedWeight(w.format, pick(w.weight), pick(w.scale), pick(w.global_scale), w.block)
-
-
-def _rows(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """index_select on dim 0 through bytes, because float8 dtypes lack it."""
-    return (
-        t.view(torch.uint8).index_select(0, index).view(t.dtype) if t.dtype.itemsize == 1 else t.index_select(0, index)
-    )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, to_float
+from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, expert, to_float
 
 LIMIT = 1 << 30  # bytes; above this the least recently used weights are dropped
 
@@ -42,8 +42,6 @@ def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
 
 def dequantised_stack(w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
     """fp32 [len(index), O, K]: matrices of the stack w, dequantised when first used."""
-    from dsv4.kernels.experts.reference import expert
-
     if _kept is None:
         return to_float(expert(w, index))
     return torch.stack([dequantised(expert(w, e)) for e in index.tolist()])

@@ -172,3 +172,20 @@ def _blocks(w: torch.Tensor, size: int, name: str) -> torch.Tensor:
     if w.shape[-1] % size:
         raise UnsupportedInput(f"{name} needs columns in multiples of {size}; found {w.shape[-1]}")
     return w.unflatten(-1, (-1, size))
+
+
+def expert(w: PackedWeight, e) -> PackedWeight:
+    """Matrix e of a stack, or the stack of several for an index tensor."""
+    pick = (
+        (lambda t: None if t is None else t[e])
+        if isinstance(e, int)
+        else (lambda t: None if t is None else _rows(t, e))
+    )
+    return PackedWeight(w.format, pick(w.weight), pick(w.scale), pick(w.global_scale), w.block)
+
+
+def _rows(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """index_select on dim 0 through bytes, because float8 dtypes lack it."""
+    return (
+        t.view(torch.uint8).index_select(0, index).view(t.dtype) if t.dtype.itemsize == 1 else t.index_select(0, index)
+    )

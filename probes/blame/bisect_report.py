@@ -14,7 +14,8 @@ from dsv4.probes.blame.causes import WORDS
 from dsv4.probes.blame.confirm import Confirmation, Verdict
 from dsv4.probes.blame.consult import PARTS as OF_MODULE
 from dsv4.probes.blame.local import FACTOR, STEP, STEPS, Difference, dtype_of
-from dsv4.probes.report.files import Report, Section, write
+from dsv4.probes.report.document import Report, Section
+from dsv4.probes.report.files import write
 from dsv4.probes.report.markdown import escape, table
 from dsv4.probes.report.provenance import provenance
 from dsv4.probes.result import Check, Status, compare, vacuous

@@ -10,16 +10,23 @@ from dsv4.model.config import KIND_OF_RATIO, ModelConfig
 from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
-from dsv4.probes.scenes.config_keys import FIXED, IN_MODULES, NO_EFFECT, SCALES, SPECIFIED, WIDTHS
+from dsv4.probes.scenes.config_keys import (
+    FIXED,
+    IN_MODULES,
+    NO_EFFECT,
+    SCALES,
+    SPECIFIED,
+    STATED,
+    UNREAD,
+    WIDTHS,
+    other_values,
+    shown,
+)
 from dsv4.probes.scenes.config_readings import read_checks, written_checks
 from dsv4.probes.subject import Subject
 
-UNREAD = "a key that nothing reads has no effect (Primus 949)"
 OBEYED = (
     "specification 1 and 3 say what it does: a model that never reads it is another model (Automodel 2103, Primus 949)"
-)
-STATED = (
-    "the value that config.json states; a value that is changed on the way needs a recorded reason (known bugs, 0.8)"
 )
 
 
@@ -301,7 +308,7 @@ def read_keys(raw: dict, key: str) -> bool:
         return True
     try:
         before = ModelConfig.from_official(raw)
-        return any(ModelConfig.from_official(_with(raw, key, v)) != before for v in _other(value_at(raw, key)))
+        return any(ModelConfig.from_official(_with(raw, key, v)) != before for v in other_values(value_at(raw, key)))
     except (ConfigError, TypeError, ValueError, KeyError):
         return True
 
@@ -314,20 +321,6 @@ def _with(raw: dict, key: str, value) -> dict:
     else:
         copy[key] = value
     return copy
-
-
-def _other(value) -> list:
-    """Values of the same type that differ from this one."""
-    match value:
-        case bool():
-            return [not value]
-        case int() | float():
-            return [value * 2 + 2]
-        case str():
-            return [value + " changed"]
-        case list():
-            return [[v * 2 + 2 if isinstance(v, (int, float)) else v for v in value], value[:-1]]
-    return ["changed", 1]
 
 
 def effective(config: ModelConfig, key: str, requested):
@@ -350,15 +343,6 @@ def effective(config: ModelConfig, key: str, requested):
     if key.startswith("rope_scaling."):
         return getattr(scaling, key.partition(".")[2], requested if scaling else "none")  # `type` has no field
     return FIXED[key] if key in FIXED else getattr(config, key, requested)
-
-
-def shown(value) -> str:
-    """A value as text: 1.0 and 1 are the same number."""
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(shown(v) for v in value) + "]"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"{value:.12g}"
-    return str(value)
 
 
 def row_of(own: OracleConfig, ratio: int) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from dsv4.probes.compare import (
     limit_of,
     oracle_of,
     picks_of,
+    starts_of,
     steps_of_all_sizes,
     zeros_like_ids,
 )
@@ -190,11 +190,6 @@ class Rope(Probe):
             part="rotation of the output",
             note=note,
         )
-
-
-def starts_of(schedule: tuple[int, ...]) -> torch.Tensor:
-    """int64 [T]: where the step of each token begins."""
-    return torch.tensor([start for start, n in zip(accumulate(schedule, initial=0), schedule) for _ in range(n)])
 
 
 def rotated_things(layer: Layer, x: torch.Tensor, starts: torch.Tensor) -> list[Turned]:

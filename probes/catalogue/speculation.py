@@ -19,8 +19,8 @@ from dsv4.probes.subject import Subject
 from dsv4.speculation.captured import CapturedBlock
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.passes import Append, SingleSteps
 from dsv4.speculation.policy import Static
-from dsv4.speculation.verify import Append, SingleSteps
 
 DRAFTS = 4
 # a pass crosses 128, and is at every residue mod 4 with 0 … 4 drafts accepted; the window is not full yet

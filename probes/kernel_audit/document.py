@@ -10,7 +10,7 @@ import torch
 from dsv4.probes.kernel_audit.audit import KernelAudit
 from dsv4.probes.kernel_audit.plant import CLAUSES
 from dsv4.probes.report import junit, sarif
-from dsv4.probes.report.files import Report, Section
+from dsv4.probes.report.document import Report, Section
 from dsv4.probes.report.provenance import commit, device, versions, without_paths
 from dsv4.probes.result import Check, Status
 

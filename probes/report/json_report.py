@@ -4,14 +4,11 @@ import enum
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dsv4.errors import InputError
 from dsv4.probes.report import schema, words
+from dsv4.probes.report.document import Report, Section
 from dsv4.probes.result import Check, Status
-
-if TYPE_CHECKING:
-    from dsv4.probes.report.files import Report
 
 VERSION = "1"
 SCHEMA = Path(__file__).resolve().parent.parent / "schema" / f"report-{VERSION}.json"
@@ -58,8 +55,6 @@ def document(report: "Report", stem: str) -> dict:
 
 def read(document: dict) -> "Report":
     """The report that a document (of `load`) is of, to be written in other formats. Its plots are not in it."""
-    from dsv4.probes.report.files import Report, Section
-
     checks = lambda rows: [Check(**row | {"status": Status(row["status"])}) for row in rows]
     sections = [
         Section(s["probe"], s["title"], checks(s["checks"]), s["seconds"], s["text"]) for s in document["sections"]

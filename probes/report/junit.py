@@ -12,7 +12,7 @@ from dsv4.probes.report import words
 from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
-    from dsv4.probes.report.files import Report, Section
+    from dsv4.probes.report.document import Report, Section
 
 ELEMENTS = {Status.FAIL: "failure", Status.ERROR: "error", Status.VACUOUS: "skipped", Status.WARN: "skipped"}
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # XML 1.0 has no way to write these

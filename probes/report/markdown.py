@@ -13,7 +13,7 @@ from dsv4.probes.report import margins, words
 from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
-    from dsv4.probes.report.files import Report, Section
+    from dsv4.probes.report.document import Report, Section
 
 MOST = 59_000  # characters of a summary; a comment on GitHub may have 65,536
 MOST_BASELINE = 15_000  # of the differences to a baseline

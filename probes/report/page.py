@@ -16,7 +16,7 @@ from dsv4.probes.result import Check, Status, worst
 from dsv4.probes.subject import POINTS
 
 if TYPE_CHECKING:
-    from dsv4.probes.report.files import Report, Section
+    from dsv4.probes.report.document import Report, Section
 
 HERE = Path(__file__).parent
 NEAR = 0.5  # of the threshold: a PASS beyond it is drawn darker

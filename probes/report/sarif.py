@@ -12,7 +12,7 @@ from dsv4.probes.report.json_report import strict
 from dsv4.probes.result import Check, Status
 
 if TYPE_CHECKING:
-    from dsv4.probes.report.files import Report, Section
+    from dsv4.probes.report.document import Report, Section
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {Status.FAIL: "error", Status.ERROR: "error", Status.WARN: "warning", Status.VACUOUS: "note"}

@@ -128,3 +128,30 @@ SCALES = {
     **{f"{kind}Attention": ATTENTION_SCALE for kind in ("Window", "CSA", "HCA")},  # no mscale (specification 3)
     "LightningIndexer": ("temperature", lambda raw: (raw["index_head_dim"] * raw["index_n_heads"]) ** -0.5),
 }
+UNREAD = "a key that nothing reads has no effect (Primus 949)"
+STATED = (
+    "the value that config.json states; a value that is changed on the way needs a recorded reason (known bugs, 0.8)"
+)
+
+
+def other_values(value) -> list:
+    """Values of the same type that differ from this one."""
+    match value:
+        case bool():
+            return [not value]
+        case int() | float():
+            return [value * 2 + 2]
+        case str():
+            return [value + " changed"]
+        case list():
+            return [[v * 2 + 2 if isinstance(v, (int, float)) else v for v in value], value[:-1]]
+    return ["changed", 1]
+
+
+def shown(value) -> str:
+    """A value as text: 1.0 and 1 are the same number."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(shown(v) for v in value) + "]"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{value:.12g}"
+    return str(value)

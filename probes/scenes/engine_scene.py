@@ -14,8 +14,8 @@ from dsv4.probes.scenes.scripted import Script, Steered
 from dsv4.probes.scenes.visible import Rows, visible
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts, MTPDrafter
+from dsv4.speculation.passes import SingleSteps
 from dsv4.speculation.policy import Static
-from dsv4.speculation.verify import SingleSteps
 
 LENGTHS = (121, 6)  # of prompts, by turns: passes cross 128; the window is not full yet
 SPARE = 4 * MAX_DRAFTS  # additional tokens of context, for an engine that rewinds too little

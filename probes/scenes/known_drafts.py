@@ -11,7 +11,8 @@ from dsv4.model.causal import CausalLM, TokenCache, capacity
 from dsv4.probes.compare import TOLERANCES
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts
-from dsv4.speculation.verify import SingleSteps, default
+from dsv4.speculation.passes import SingleSteps
+from dsv4.speculation.verify import default
 
 # stated here, not read from the audited code
 ON_HOST = ("cpu", "reference")

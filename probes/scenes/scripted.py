@@ -16,7 +16,7 @@ from dsv4.probes.result import Check, compare
 from dsv4.probes.scenes.visible import Rows, visible
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts
-from dsv4.speculation.verify import Verify
+from dsv4.speculation.passes import Verify
 
 # a draft that is never chosen; the token chosen after one; the token that ends a row; ids of texts from here on
 WRONG, ASTRAY, STOP, FIRST_ID = 0, 1, 2, 3

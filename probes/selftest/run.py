@@ -34,7 +34,7 @@ from dsv4.probes.faults import Mutation, Site
 from dsv4.probes.faults.gqa_profiles import GQA_PROFILES
 from dsv4.probes.machine import gpu_names
 from dsv4.probes.probe import applying, available, execute, probe_named
-from dsv4.probes.report.files import count
+from dsv4.probes.report.document import count
 from dsv4.probes.result import Check, Status
 from dsv4.probes.subject import Subject
 

@@ -18,12 +18,11 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.replacing import Replacement
-from dsv4.loaders.config_files import family_of
-from dsv4.loaders.files import read_json
 from dsv4.loaders.ledger import Piece
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.linear import Matrix
-from dsv4.model.load import load_model, pieces_of
+from dsv4.model.load import load_model
+from dsv4.model.pieces import pieces_of
 from dsv4.model.step import Step
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
@@ -221,30 +220,6 @@ class OurSubject(Subject):
             for plan, layer in layers
             for name, t in layer.tensors.items()
         }
-
-
-def open_ours(path: str | Path, *choices: str, kernels: Mapping[str, Replacement] = MappingProxyType({})) -> OurSubject:
-    """The subject of the family that config.json is of; choices and kernels as `OurSubject` takes them."""
-    from dsv4.probes.subjects.gqa import OurGQASubject
-
-    raw = read_json(Path(path) / "config.json")
-    if "training" in choices:
-        if kernels:
-            raise InputError("--kernel was given for the training backend, whose operations are differentiable")
-        return _open_training(path, family_of(raw), *choices)
-    return (OurGQASubject if family_of(raw) == "gqa" else OurSubject)(path, *choices, kernels=kernels)
-
-
-def _open_training(path: str | Path, family: str, *choices: str) -> OurSubject:
-    """Raises InputError for a GQA model, whose training backend no probe runs."""
-    from dsv4.probes.subjects.training import TrainingSubject
-
-    if family == "gqa":
-        raise InputError(
-            "the training backend of GQA models cannot be audited: it keeps no cache, which their probes read; audit "
-            "backend reference, cpu or triton"
-        )
-    return TrainingSubject(path, *choices)
 
 
 def there(function: Callable, device: torch.device) -> Callable:

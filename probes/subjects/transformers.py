@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import InputError
-from dsv4.loaders.config_files import family_of, to_official
-from dsv4.loaders.files import read_json
+from dsv4.loaders.config_files import to_official
 from dsv4.loaders.transformers_names import to_transformers
 from dsv4.model.config import ModelConfig
 from dsv4.probes.subject import POINTS, Capture, Subject
@@ -271,14 +270,6 @@ def put_entries(timeline: Timeline, i: int, cache_layer, want: frozenset[str]) -
     for point, name in (("compressed_kv", "compressor"), ("index_keys", "indexer")):
         if point in want and name in held:
             timeline.whole(i, point, held[name])
-
-
-def open_theirs(path: str | Path) -> Subject:
-    """transformers' model of the family that config.json is of, in fp32."""
-    from dsv4.probes.subjects.transformers_gqa import TransformersGQASubject
-
-    raw = read_json(Path(path) / "config.json")
-    return (TransformersGQASubject if family_of(raw) == "gqa" else TransformersSubject)(path)
 
 
 def build(stored: FilesSubject, dtype: torch.dtype):

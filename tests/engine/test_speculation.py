@@ -13,7 +13,7 @@ from dsv4.engine.generate import Sampling
 from dsv4.speculation import Adaptive, CostAware, Static, under_pressure
 from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.verify import SingleSteps
+from dsv4.speculation.passes import SingleSteps
 from tests.engine.conftest import paged, random_ids, same
 from tests.engine.test_batch import SAMPLED, alone, nothing_is_held, requests_of, run, watched
 from tests.speculation.scripted import Scripted

@@ -17,8 +17,8 @@ from dsv4.model.gqa.choice import Attention
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
+from dsv4.speculation.passes import Append
 from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.verify import Append
 from tests.gqa import oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

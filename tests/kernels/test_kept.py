@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from dsv4.kernels.experts.reference import expert
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, kept
 from dsv4.kernels.quantize.kept import dequantised, dequantised_stack, keeping
-from dsv4.kernels.quantize.weights import quantize_fp8, to_float
+from dsv4.kernels.quantize.weights import expert, quantize_fp8, to_float
 
 
 def weights(seed=0, n=3):

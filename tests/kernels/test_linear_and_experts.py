@@ -5,7 +5,6 @@ import torch
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts import experts, shared_expert
-from dsv4.kernels.experts.reference import expert
 from dsv4.kernels.linear import grouped_linear, linear, reference
 from dsv4.kernels.quantize import (
     PackedWeight,
@@ -16,6 +15,7 @@ from dsv4.kernels.quantize import (
     simulate_fp8_blocks,
     to_float,
 )
+from dsv4.kernels.quantize.weights import expert
 
 FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 with fp32 scales", "mxfp4", "nvfp4"]
 QUANTISED = FORMATS[2:]

@@ -6,11 +6,11 @@ import torch
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts import reference, triton_many, triton_order, triton_stream
 from dsv4.kernels.experts import triton as gpu
-from dsv4.kernels.experts.reference import expert
 from dsv4.kernels.linear import triton as linear_gpu
 from dsv4.kernels.linear import triton_streams
 from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import expert
 from dsv4.kernels.router import triton as router_gpu
 from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
 from tests.kernels.ptx import compiled

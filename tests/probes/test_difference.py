@@ -8,7 +8,7 @@ import pytest
 from dsv4.errors import InputError
 from dsv4.probes.report import json_report
 from dsv4.probes.report.difference import difference
-from dsv4.probes.report.files import Report, Section
+from dsv4.probes.report.document import Report, Section
 from dsv4.probes.result import Check, Status
 from tests.probes.test_report import PROVENANCE
 

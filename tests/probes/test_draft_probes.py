@@ -14,7 +14,8 @@ from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.result import Status
 from dsv4.probes.scenes import engine_scene
 from dsv4.probes.scenes.known_drafts import KnownDrafter, Plain, promises_bits
-from dsv4.probes.subjects.ours import OurSubject, open_ours
+from dsv4.probes.subjects.opening import open_ours
+from dsv4.probes.subjects.ours import OurSubject
 
 BY_NAME = {m.name: m for m in catalogue()}
 RED = (Status.FAIL, Status.ERROR)

@@ -12,7 +12,7 @@ from dsv4.probes.catalogue.load_ledger import named
 from dsv4.probes.compare import heavy_tailed, oracle_of
 from dsv4.probes.report import json_report, junit, markdown, page, sarif
 from dsv4.probes.report.difference import difference
-from dsv4.probes.report.files import Report, Section
+from dsv4.probes.report.document import Report, Section
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.scenes.gqa.steps import Tally
 from dsv4.probes.subjects.ours import OurSubject

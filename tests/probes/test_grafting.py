@@ -17,7 +17,8 @@ from dsv4.probes.result import Status
 from dsv4.probes.scenes.grafted_rows import Going, miscounted
 from dsv4.probes.scenes.visible import differing, of_snapshot, visible
 from dsv4.probes.subject import Subject
-from dsv4.probes.subjects.ours import OurSubject, open_ours
+from dsv4.probes.subjects.opening import open_ours
+from dsv4.probes.subjects.ours import OurSubject
 
 FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", "fp4")]
 

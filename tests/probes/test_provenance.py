@@ -10,7 +10,7 @@ import pytest
 from dsv4.loaders.load import Inventory
 from dsv4.probes.report import json_report
 from dsv4.probes.report import provenance as origin
-from dsv4.probes.report.files import Report, Section
+from dsv4.probes.report.document import Report, Section
 from dsv4.probes.subject import Subject
 from tests.probes.test_report import FULL
 

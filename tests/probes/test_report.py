@@ -13,7 +13,8 @@ import pytest
 from dsv4.errors import InputError
 from dsv4.loaders.errors import WriteError
 from dsv4.probes.report import json_report, schema
-from dsv4.probes.report.files import Report, Section, write
+from dsv4.probes.report.document import Report, Section
+from dsv4.probes.report.files import write
 from dsv4.probes.report.markdown import escape, fence
 from dsv4.probes.result import Check, Status, compare, vacuous
 

@@ -14,7 +14,8 @@ from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.tile_cases import cases_of
 from dsv4.probes.selftest import run as selftest
 from dsv4.probes.subject import Subject
-from dsv4.probes.subjects.ours import OurSubject, open_ours
+from dsv4.probes.subjects.opening import open_ours
+from dsv4.probes.subjects.ours import OurSubject
 
 BY_NAME = {m.name: m for m in catalogue()}
 RED = (Status.FAIL, Status.ERROR)

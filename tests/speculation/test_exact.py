@@ -9,7 +9,8 @@ import torch
 
 from dsv4 import load_model
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.verify import SingleSteps, default
+from dsv4.speculation.passes import SingleSteps
+from dsv4.speculation.verify import default
 from tests.speculation.scripted import Scripted, drafted, plain, prompt_of
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import torch
 
-from dsv4.probes.blame.swaps import LINEARS, NORMS, Reference, turned
+from dsv4.probes.blame.swaps.reference import LINEARS, NORMS, Reference, turned
 from dsv4.probes.scenes.buffers import numbers
 from dsv4.probes.subjects.ours import OurSubject
 

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import torch
 
-from dsv4.probes.blame.swaps import Reference
+from dsv4.probes.blame.swaps.reference import Reference
 from dsv4.probes.subjects.transformers import TransformersSubject
 
 LEAVES = {

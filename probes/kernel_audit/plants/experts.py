@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.experts.reference import expert
 from dsv4.kernels.quantize import to_float
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import expert
 from dsv4.probes.kernel_audit.plant import Plant
 from dsv4.probes.kernel_audit.plants.weights import NIBBLES, SCALES
 from dsv4.probes.kernel_audit.plants.wrappers import changed, common, gates, replaced

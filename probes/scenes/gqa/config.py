@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dsv4.errors import ConfigError
 from dsv4.model.gqa.config import FIXED, GQAConfig
 from dsv4.model.gqa.rope import frequencies
-from dsv4.probes.catalogue.config_ledger import STATED, UNREAD, _other, shown
 from dsv4.probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
 from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.scenes.config_keys import STATED, UNREAD, other_values, shown
 from dsv4.probes.subject import Subject
 
 NO_EFFECT = {  # keys that change nothing of what is computed, and why
@@ -99,7 +99,7 @@ def _read(raw: dict, key: str, inner: str | None) -> bool:
     before, value = GQAConfig.from_dict(raw), raw[key] if inner is None else raw[key][inner]
     if key in before.never_read:
         return False
-    for other in _other(value):
+    for other in other_values(value):
         try:
             if GQAConfig.from_dict(raw | {key: other if inner is None else raw[key] | {inner: other}}) != before:
                 return True

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.probes.catalogue.rope import starts_of
-from dsv4.probes.compare import at_share, far, limit_of, steps_of_all_sizes, tokens
+from dsv4.probes.compare import at_share, far, limit_of, starts_of, steps_of_all_sizes, tokens
 from dsv4.probes.oracle import gqa
 from dsv4.probes.oracle.gqa import GQAOracle
 from dsv4.probes.result import Check, compare, vacuous
