@@ -1,7 +1,7 @@
 """Modules that were moved stay importable by their old names until version 0.4.
 
 The old name gives the module of the new one, the same object, with a DeprecationWarning. Names of packages that were
-modules (`dsv4.model`, `dsv4.cache`, `dsv4.commands`, `dsv4.probes.report`) give their old attributes, see `former`.
+modules (`dsv4.model`, `dsv4.cache`, `dsv4.probes.report`) give their old attributes, see `former`.
 """
 
 import importlib
@@ -97,7 +97,7 @@ def former(package: str, module: str) -> Callable[[str], object]:
     """A package's `__getattr__`, for a package that has the name of a module which lies inside it now."""
 
     def __getattr__(name: str) -> object:
-        if not name.startswith("__"):
+        if not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}") is None:  # not a module inside
             found = importlib.import_module(module)
             if hasattr(found, name):
                 return getattr(found, name)

@@ -22,7 +22,6 @@ def test_an_old_name_is_the_same_module(old):
     [
         ("dsv4.model", "Model", "dsv4.model.deepseek_v4"),
         ("dsv4.cache", "Cache", "dsv4.cache.linear"),
-        ("dsv4.commands", "generate", "dsv4.commands.decode"),
         ("dsv4.probes.report", "write_files", "dsv4.probes.report.files"),
     ],
 )
