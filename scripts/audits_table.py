@@ -30,6 +30,18 @@ BARE = ("README.md", "index.json", "kernel_log.md", "batch/demo/cpu/demo_pressur
 HEADER_LINES = 14  # of a markdown file: title, device, versions and commit, command
 COLUMNS = ("files", "what they show", "command", "commit", "device", "versions", "measured", "older than the code")
 HISTORY = 2  # columns that need git
+# folder → where its files lay before they were moved, for files that were measured then
+FORMER = {
+    "dsv4/model": (":(glob)dsv4/*.py", "dsv4/gqa"),
+    "dsv4/model/gqa": ("dsv4/gqa",),
+    "dsv4/cache/host_tier": ("dsv4/host_tier",),
+    "dsv4/runtime/capture.py": ("dsv4/capture.py",),
+    "dsv4/runtime/graph.py": ("dsv4/graph.py",),
+    "probes/measure/fidelity": ("probes/fidelity",),
+    "probes/measure/recall": ("probes/recall",),
+    "probes/measure/sparse_prefill": ("probes/sparse_prefill",),
+    "probes/measure/termination": ("probes/terminating",),
+}
 INTRO = """# Audits
 
 These files were really measured and emitted. They lie in `<kind>/<subject>/<device>/`. Nothing in them was edited, but
@@ -146,7 +158,8 @@ def history(commit: str, measures: list[str]) -> tuple[str, str] | None:
     ignored = {
         line.split()[0] for line in (ROOT / ".git-blame-ignore-revs").read_text().split("\n") if line[:1].isalnum()
     }
-    since = git("log", "--format=%H %cs", f"{commit}..HEAD", "--", *measures).split("\n")
+    places = [place for folder in measures for place in (folder, *FORMER.get(folder, ()))]
+    since = git("log", "--format=%H %cs", f"{commit}..HEAD", "--", *places).split("\n")
     days = [line.split()[1] for line in since if line and line.split()[0] not in ignored]
     return git(
         "show", "--no-patch", "--format=%cs", commit
