@@ -27,6 +27,7 @@ MOVED = {f"dsv4.{name}": f"dsv4.{room}.{name}" for room, names in ROOMS.items() 
     "dsv4.host_tier": "dsv4.cache.host_tier",
     "dsv4.paged_cache": "dsv4.cache.paged",
     "dsv4.run": "dsv4.commands.generate",
+    "dsv4.speculation.resident": "dsv4.speculation.device_loop",
     "dsv4.probes.cli": "dsv4.commands.audit",
     "dsv4.probes.fidelity": "dsv4.probes.measure.fidelity",
     "dsv4.probes.formats": "dsv4.probes.report",

@@ -25,7 +25,7 @@ from dsv4.probes.kernel_audit.adapters import Adapter, adapters
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.bench import NEEDED, bench_kernels
 from dsv4.probes.kernel_audit.clauses import ORDER
-from dsv4.probes.kernel_audit.document import document, headline, markdown, text, told
+from dsv4.probes.kernel_audit.document import document, finding_line, headline, markdown, text
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.report.files import write_files
@@ -85,7 +85,7 @@ def one(job: tuple[str, str], arguments) -> str:
     kept = text(report) if arguments.whole else kernel_table.text(kernel_table.thinned(report))
     write_files(folder, {"audit.md": markdown(report, found.checks, found.findings), "audit.json": kept})
     lines = [f"{headline(report)} ({found.seconds:.0f} s, {len(found.skipped)} cases not taken)"]
-    return "\n".join(lines + [f"    {told(c)[:260]}" for c in found.findings[: arguments.show]])
+    return "\n".join(lines + [f"    {finding_line(c)[:260]}" for c in found.findings[: arguments.show]])
 
 
 def missing_here(found: Adapter, device: str) -> str:

@@ -29,7 +29,7 @@ from dsv4.model.causal import captures
 from dsv4.model.chat import plain_ids
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation.choice import policy_named
-from dsv4.speculation.resident import generate_resident
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.rounds import Rounds
 from scripts.bench import report
 from scripts.bench.waits import counted_syncs
@@ -72,7 +72,7 @@ def measure(model, ids: list[int], tokens: int, policy: str, drafter: str, tempe
     """One row. The whole request is counted in a run of its own, because counts do not nest, and after one in which
     kernels compile."""
     run = partial(
-        generate_resident, model, [ids], tokens, make_drafter(drafter), Sampling(temperature), policy_named(policy)
+        generate_on_device, model, [ids], tokens, make_drafter(drafter), Sampling(temperature), policy_named(policy)
     )
     run()
     with counted_syncs() as whole:

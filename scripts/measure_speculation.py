@@ -30,10 +30,10 @@ from dsv4.engine.generate import generate
 from dsv4.model.causal import captures
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Static
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append
-from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import default
 from scripts.bench import report, speculation_traces
 from scripts.places import folder
@@ -111,7 +111,7 @@ def alone(
 def drafted(model, name: str, ids: list[int], tokens: int, size: int, verify):
     """The Generation of one text with drafts."""
     if captures(model):
-        return generate_resident(model, [ids], tokens, DRAFTERS[name](), policy=Static(size))[0]
+        return generate_on_device(model, [ids], tokens, DRAFTERS[name](), policy=Static(size))[0]
     return generate_speculative(model, [ids], tokens, DRAFTERS[name](), policy=Static(size), verify=verify)[0]
 
 

@@ -126,7 +126,7 @@ def selftest_audit(
         def done(result, of):
             bar.update(task, advance=1, total=of)
             if not bar.console.is_terminal:
-                say(f"{int(bar.tasks[0].completed):4} of {of}  {detection.told(result)}")
+                say(f"{int(bar.tasks[0].completed):4} of {of}  {detection.result_line(result)}")
 
         raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done, journal))
 

@@ -26,11 +26,11 @@ from dsv4.model.tokenizer import TextStream, Tokenizer
 from dsv4.runtime import user_kernels
 from dsv4.runtime.memory import peak_bytes
 from dsv4.speculation.choice import policy_named
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append
 from dsv4.speculation.policy import Policy
-from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.verify import HOST, default
 from dsv4.units import count_named
 
@@ -231,7 +231,7 @@ class Session:
         # a round verifies all drafts in one step, with the text of plain decoding
         self.together = request.together and not rounds
         if rounds:
-            return generate_resident(
+            return generate_on_device(
                 self.model,
                 [ids],
                 request.max_new_tokens,

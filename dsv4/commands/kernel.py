@@ -80,7 +80,7 @@ def audit(
     from dsv4.probes.audit import seconds
     from dsv4.probes.kernel_audit.audit import audit_kernel
     from dsv4.probes.kernel_audit.clauses import ORDER
-    from dsv4.probes.kernel_audit.document import document, files, told
+    from dsv4.probes.kernel_audit.document import document, files, finding_line
     from dsv4.probes.kernel_audit.subject import SubjectSpec
     from dsv4.probes.report.files import write_files
     from dsv4.probes.report.provenance import called, command_line, date
@@ -102,7 +102,7 @@ def audit(
     if as_json:
         print_json(report)
     else:
-        _print(report, [told(c) for c in found.findings])
+        _print(report, [finding_line(c) for c in found.findings])
     raise typer.Exit(_code(found))
 
 

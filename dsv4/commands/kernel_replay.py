@@ -42,7 +42,7 @@ def replay(
     """Run one case of a report again and show what differs. Exit code 0: it is right now, 1: findings, 2: it could not
     run."""
     from dsv4.probes.kernel_audit.audit import audit_kernel
-    from dsv4.probes.kernel_audit.document import source_hash, told
+    from dsv4.probes.kernel_audit.document import finding_line, source_hash
 
     given = read(report)
     spec, clauses, name = asked(given, case, kernel, device)
@@ -57,7 +57,7 @@ def replay(
     if out is not None:
         console.print(f"wrote {save(found, out)}")
     for check in found.findings:
-        console.print(told(check))
+        console.print(finding_line(check))
     if not found.findings:
         console.print(f"{found.verdict}: {name}: no finding of {', '.join(clauses)}")
     raise typer.Exit(1 if found.findings else 0)

@@ -74,9 +74,9 @@ def _draw_rows(axis, report: dict) -> None:
     for n, policy in enumerate(dict.fromkeys(r["policy"] for r in report["rows"])):
         for held_out in (False, True):
             rows = [r for r in report["rows"] if (r["policy"], r["held_out"]) == (policy, held_out)]
-            told, seen = ([r[key] * 1e6 for r in rows] for key in ("predicted", "seconds"))
+            predicted, seen = ([r[key] * 1e6 for r in rows] for key in ("predicted", "seconds"))
             axis.plot(
-                told,
+                predicted,
                 seen,
                 "o" if held_out else ".",
                 ms=5,

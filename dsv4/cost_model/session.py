@@ -107,8 +107,8 @@ def run(
     say(f"{len(rows)} predictions and {len(crossings)} crossovers written to {path}; held-out rows are measured now")
     measured += _measure(source, timer, plan.held_out, True, notes, say)
     said = json.loads(path.read_text())
-    told = {(r["policy"], r["batch"], r["context"]): r["seconds"] for r in said["rows"]}
-    judged = [judge(r, costs, told) for r in measured]
+    predictions = {(r["policy"], r["batch"], r["context"]): r["seconds"] for r in said["rows"]}
+    judged = [judge(r, costs, predictions) for r in measured]
     plain = {(r["policy"], r["batch"], r["context"]): r["with_constant_prices"] for r in said["rows"]}
     held = [r for r in measured if r.held_out]
     if held:
@@ -163,14 +163,14 @@ def _measure(source: Source, timer: ShapeTimer, shapes, held_out: bool, notes: l
     return found
 
 
-def judge(row: Measured, costs: CostModel, told: dict) -> dict:
+def judge(row: Measured, costs: CostModel, predictions: dict) -> dict:
     """A row with its prediction: for a held-out row the one that was written before, for the others that of the fit."""
-    if row.held_out and (row.policy, row.batch, row.context) not in told:
+    if row.held_out and (row.policy, row.batch, row.context) not in predictions:
         raise InputError(
             f"{row.policy} B{row.batch} {row.context} was measured as held out and not predicted before; its "
             "error means nothing"
         )
-    predicted = told[row.policy, row.batch, row.context] if row.held_out else costs.predict(row)
+    predicted = predictions[row.policy, row.batch, row.context] if row.held_out else costs.predict(row)
     return asdict(row) | {"predicted": predicted, "error": predicted / row.seconds - 1}
 
 

@@ -255,21 +255,21 @@ class BatchEngine:
         if new:
             tokens, error = self._accept(work, logits, [])
             if self._give(work, tokens, error):
-                self.passes.follow(work, tokens[0])
+                self.passes.commit_next(work, tokens[0])
         elif end == work.text:  # the request resumes
-            self.passes.follow(work, work.ids[end])
+            self.passes.commit_next(work, work.ids[end])
 
     def _pass(self, works: list[Work]) -> None:
         """Run a pass of one request, or of several in one batch."""
-        taken = self.passes.take(works)
-        self.watch.saw(taken.pressed)
+        outcome = self.passes.take(works)
+        self.watch.saw(outcome.pressed)
         came = []
         for work in works:
             if work.row is None:  # cancelled by the callback of another result
                 continue
             work.used = self.steps
-            drafts = taken.drafts[work.row]
-            if work.row in taken.broken:
+            drafts = outcome.drafts[work.row]
+            if work.row in outcome.broken:
                 self._end(
                     work,
                     "error",
@@ -279,17 +279,17 @@ class BatchEngine:
                     ),
                 )
                 continue
-            tokens, error = self._accept(work, taken.logits[work.row], drafts)
+            tokens, error = self._accept(work, outcome.logits[work.row], drafts)
             accepted = sum(token == draft for token, draft in zip(tokens, drafts))
             if tokens:
-                work.result.speculation.passed(len(drafts), accepted, taken.steps[work.row])
-                work.result.pressed_history.append(taken.pressed)
+                work.result.speculation.passed(len(drafts), accepted, outcome.steps[work.row])
+                work.result.pressed_history.append(outcome.pressed)
             work.observe(accepted, len(drafts))
             if self._give(work, tokens, error):
                 came.append((work, tokens))
         going = [(work, tokens) for work, tokens in came if work.row is not None]
         if going:
-            self.passes.keep(taken, going)
+            self.passes.keep(outcome, going)
 
     def _accept(self, work: Work, logits: Logits, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
         """The new tokens of a request, from logits [W + 1] after its last token and after each of its drafts, up to a

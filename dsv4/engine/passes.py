@@ -25,7 +25,7 @@ from dsv4.speculation.policy import room
 
 
 @dataclass
-class Taken:
+class PassOutcome:
     """A pass that ran. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n, d],
     None if not wanted; ran: how many tokens of each row; drafts: of each row; steps: of the drafting model; pressed:
     whether sizes were chosen under pressure; broken: rows whose draft logits were not finite."""
@@ -51,9 +51,11 @@ def read(values: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[list
     """Split values [N, M, vocab] into those of each row; the int64 [N, …] results come as lists. Here the host waits
     for the device, once for all of them."""
     M = values.shape[1]
-    told = torch.cat((values.argmax(-1), values.isfinite().all(-1), *([] if beside is None else [beside])), 1).tolist()
-    return [Logits(own, row[:M], list(map(bool, row[M : 2 * M]))) for own, row in zip(values, told)], [
-        row[2 * M :] for row in told
+    read_back = torch.cat(
+        (values.argmax(-1), values.isfinite().all(-1), *([] if beside is None else [beside])), 1
+    ).tolist()
+    return [Logits(own, row[:M], list(map(bool, row[M : 2 * M]))) for own, row in zip(values, read_back)], [
+        row[2 * M :] for row in read_back
     ]
 
 
@@ -104,7 +106,7 @@ class Passes:
                 self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
         return read(logits[b : b + 1])[0][0] if last else None
 
-    def follow(self, work: Work, token: int) -> None:
+    def commit_next(self, work: Work, token: int) -> None:
         """`token` comes after the text, all of which has run."""
         if self.drafter is not None:
             streams = None if work.streams is None else self._alone(work.row, work.streams)[0]
@@ -120,7 +122,7 @@ class Passes:
 
     # ---- passes --------------------------------------------------------------------------
 
-    def take(self, works: list[Work]) -> Taken:
+    def take(self, works: list[Work]) -> PassOutcome:
         """Run one pass over `works`: draft and verify. Raises OutOfPages before it runs anything."""
         for work in works:  # all rows get pages for final tokens before any row gets pages for drafts
             self.cache.make_room(slice(work.row, work.row + 1), 1)
@@ -129,9 +131,9 @@ class Passes:
         ids, counts = self._pending(works, drafts)
         values, streams = self.verify(ids, counts, self.wants_streams)
         rows = slice(works[0].row, works[0].row + 1) if len(works) == 1 else slice(0, self.cache.batch)
-        logits, told = read(values[rows], torch.cat((finite.unsqueeze(1), ids[:, 1:]), 1)[rows])
-        of = dict(zip(range(rows.start, rows.stop), zip(logits, told)))
-        return Taken(
+        logits, read_back = read(values[rows], torch.cat((finite.unsqueeze(1), ids[:, 1:]), 1)[rows])
+        of = dict(zip(range(rows.start, rows.stop), zip(logits, read_back)))
+        return PassOutcome(
             {w.row: of[w.row][0] for w in works},
             streams,
             counts,
@@ -154,12 +156,12 @@ class Passes:
         self._hold(streams, {work.row: work.ids[start + 1 : start + 1 + kept]}, counts)
         work.again += 1
 
-    def keep(self, taken: Taken, came: list[tuple[Work, list[int]]]) -> None:
+    def keep(self, outcome: PassOutcome, came: list[tuple[Work, list[int]]]) -> None:
         """Keep the tokens that the pass gave to rows that continue, except the last of each row, which has not run
         yet."""
-        self._hold(taken.streams, {work.row: tokens for work, tokens in came}, taken.ran)
+        self._hold(outcome.streams, {work.row: tokens for work, tokens in came}, outcome.ran)
         for work, tokens in came:
-            work.passes.append(Pass(taken.drafts[work.row], len(tokens)))
+            work.passes.append(Pass(outcome.drafts[work.row], len(tokens)))
             work.again = len(work.passes)
 
     def _hold(self, streams: torch.Tensor | None, came: dict[int, list[int]], ran: list[int]) -> None:

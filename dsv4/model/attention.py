@@ -173,7 +173,7 @@ class CSAAttention(WindowAttention):
             self.compressor.windows(raw, step, cache.main),
             self.indexer.compressor.windows(index_raw, step, cache.index),
         )
-        return self.indexer.asks(*asked, *weights, step) if asked else None, windows
+        return self.indexer.index_heads(*asked, *weights, step) if asked else None, windows
 
     def _attend_captured(
         self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache

@@ -43,7 +43,7 @@ class LightningIndexer(Module):
         scores = self.scores(x, qr, step, cache)
         return self.op.topk_entries(scores, self.topk)
 
-    def asks(self, q: torch.Tensor, weights: torch.Tensor, step: CapturedStep) -> IndexHeads:
+    def index_heads(self, q: torch.Tensor, weights: torch.Tensor, step: CapturedStep) -> IndexHeads:
         """q [N, H·D] and head weights [N, H] as projected, for a captured step."""
         return IndexHeads(q.view(step.N, self.H, self.D), weights, self.scale, self.numerics.simulate_index)
 

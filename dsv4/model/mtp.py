@@ -38,7 +38,7 @@ class MTPBlock(Block):
         """streams [N, n, d], embedded next tokens [N, d] → (features [N, d] for the shared head, streams [N, n, d])."""
         return self._said(super().forward(self._mixed(streams, embedded), step, cache))
 
-    def follow(
+    def forward_rows(
         self,
         streams: torch.Tensor,
         embedded: torch.Tensor,
@@ -91,4 +91,6 @@ def run_block(
     row = torch.arange(B, device=ids.device) * T + last
     if B * (T - 1) < APART:
         return tuple(said.index_select(0, row) for said in block(streams, embedded, step, place))
-    return block.follow(streams, embedded, step, place, row, step_of(ids.gather(1, last.unsqueeze(1)), start + last))
+    return block.forward_rows(
+        streams, embedded, step, place, row, step_of(ids.gather(1, last.unsqueeze(1)), start + last)
+    )

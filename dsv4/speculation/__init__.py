@@ -2,7 +2,7 @@
 wrong ones.
 
 - `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the
-  generation; `rounds`: generation that stays on the device, with `resident_drafters`, `choosing` and `noise`; `result`:
+  generation; `rounds`: generation that stays on the device, with `device_drafters`, `choosing` and `noise`; `result`:
   what is counted.
 - `policy`: how many tokens to draft, the specification; `policy_device`: the policies for a batch on the device;
   `costs`, `trace`, `oracle`, `simulate`: what each size costs, which drafts would have been accepted, and what each

@@ -172,8 +172,8 @@ class _Batch:
     def prefill(self, on_prefill) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the prompts. Returns the logits [B, 1, vocab] of each row's last token, and its streams [B, 1, n, d] if
         the drafter needs them."""
-        told = self.drafter.prefilled if self.drafter.needs_streams else None
-        return prefill(self.model, self.cache, [row.out.prompt_ids for row in self.rows], told, on_prefill)
+        on_streams = self.drafter.prefilled if self.drafter.needs_streams else None
+        return prefill(self.model, self.cache, [row.out.prompt_ids for row in self.rows], on_streams, on_prefill)
 
     def first(self, logits: torch.Tensor, streams: torch.Tensor | None) -> None:
         """Choose the token after each prompt, as a pass without drafts whose pending token was the prompt's last."""

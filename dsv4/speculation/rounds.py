@@ -2,12 +2,12 @@
 
 A round with D drafts is captured once (a CUDA graph; on a CPU it runs as it is) and serves every position of a ragged
 batch. The host chooses which D to replay from sizes that earlier rounds left in pinned memory (`ring`), and never waits
-for the device in a call (`host_half`). In rows that want fewer drafts than D the rest is refused. With two rounds
+for the device in a call (`host_loop`). In rows that want fewer drafts than D the rest is refused. With two rounds
 running, a round decides the sizes of the round after the next, because the next is launched already.
 
 A row holds `start` tokens in the caches; `token` is the last one that it has chosen, not yet in them. A round:
 
-    d_1 … d_D: drafts of what follows `token` (`resident_drafters`: the MTP block, or the text itself)
+    d_1 … d_D: drafts of what follows `token` (`device_drafters`: the MTP block, or the text itself)
     verify token, d_1 … d_D at start … start + D: what the model itself says after each
     a = how many drafts stay, and which token follows them (`choosing`: greedily, or sampled):  c_0 … c_a are the row's
     next tokens the drafter is told what really follows; the MTP block again at start … start + D, with the model's
@@ -33,14 +33,14 @@ from dsv4.model.causal import CausalLM, TokenCache
 from dsv4.model.step import CapturedStep
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
-from dsv4.speculation.host_half import AHEAD, RING, HostHalf
+from dsv4.speculation.device_drafters import Drafted, RoundDrafter
+from dsv4.speculation.host_loop import AHEAD, RING, HostLoop
 from dsv4.speculation.policy_device import DevicePolicy
-from dsv4.speculation.resident_drafters import Drafted, RoundDrafter
 
 SPARE = 8  # rounds that may run after the last one that gives a row a token
 
 
-class Rounds(HostHalf):
+class Rounds(HostLoop):
     """Decodes a batch whose prompts are in `cache`, with up to `most` drafts a round.
 
     tokens int64 [B]: the token chosen after each prompt; drafter: drafts the tokens after it (`primed`). left: tokens
@@ -66,7 +66,7 @@ class Rounds(HostHalf):
         ahead: int = AHEAD,
     ):
         B, device = cache.batch, model.device
-        super().__init__(model, cache, most, max(left), widths, ring, ahead, drafter.follows if most else ())
+        super().__init__(model, cache, most, max(left), widths, ring, ahead, drafter.catch_up_widths if most else ())
         self.drafter, self.policy, self.choice = drafter, policy, choice
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
@@ -149,11 +149,11 @@ class Rounds(HostHalf):
         )
         with self._aside():  # a dozen tiny kernels, in parallel with the block
             self.policy.observe(accepted, proposed)
-            self.drafter.told(chosen, count)
+            self.drafter.note_tokens(chosen, count)
             self._record(chosen, count)
         if D:
-            self.drafter.follow(streams, chosen, count, self.start)
-        elif self.follows:
+            self.drafter.update(streams, chosen, count, self.start)
+        elif self.catch_up_widths:
             self.drafter.keep(streams, chosen, count)
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)

@@ -1,8 +1,8 @@
 """SwiGLU experts on a GPU.
 
 With few tokens, in all (TOKENS at most) or per expert (MEAN), reading the weights takes the time. They are streamed
-once for all tokens of an expert (`triton_few`): sort, gate and up projection with SwiGLU, down projection, sum; one
-token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_many`).
+once for all tokens of an expert (`triton_decode`): sort, gate and up projection with SwiGLU, down projection, sum; one
+token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
 """
 
 import torch
@@ -10,8 +10,8 @@ import triton
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts import reference
-from dsv4.kernels.experts.triton_few import add_pairs
-from dsv4.kernels.experts.triton_many import tile_experts, tile_shared
+from dsv4.kernels.experts.triton_decode import combine_experts
+from dsv4.kernels.experts.triton_prefill import tile_experts, tile_shared
 from dsv4.kernels.experts.triton_stream import Routed, Shared, stream_experts
 from dsv4.kernels.launch import dependent_launch, next_power, require_device
 from dsv4.kernels.linear.triton_streams import TOKENS
@@ -93,7 +93,7 @@ def _mixture(
         ys = tile_shared(name, x, shared, limit, simulate_shared, alone)
     if pairs is not None:
         block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
-        add_pairs[(N, triton.cdiv(d, block))](
+        combine_experts[(N, triton.cdiv(d, block))](
             y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
         )
     return out

@@ -1,11 +1,11 @@
-"""Launches of `triton_few`: the number and shape of programs, for the routed experts, the shared one, or both."""
+"""Launches of `triton_decode`: the number and shape of programs, for the routed experts, the shared one, or both."""
 
 from typing import NamedTuple
 
 import torch
 import triton
 
-from dsv4.kernels.experts.triton_few import down, gate_up
+from dsv4.kernels.experts.triton_decode import down, gate_up
 from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.launch import dot_in_fp32, processors
 from dsv4.kernels.linear.triton_streams import TOKENS, apart, early, warps

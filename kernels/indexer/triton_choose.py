@@ -9,12 +9,12 @@ from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.indexer.triton_filter import filter_rows
 from dsv4.kernels.indexer.triton_hierarchical import hierarchical_topk
 from dsv4.kernels.indexer.triton_scores import GROUP, maxima_layout
-from dsv4.kernels.indexer.triton_topk import collect, descend_rows, maxima_of_rows, rank_found, visible_entries
+from dsv4.kernels.indexer.triton_topk import collect, maxima_of_rows, rank_candidates, topk_of_rows, visible_entries
 from dsv4.kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_CANDIDATES = 1 << 15  # keys that one program holds at once
 MAX_PAIRS = 1 << 23  # comparisons up to which every entry is ranked against every other
-ROOM = 1 << 13  # entries that `collect` may find in a row, beyond which `rank_found` descends instead
+ROOM = 1 << 13  # entries that `collect` may find in a row, beyond which `rank_candidates` descends instead
 CHUNK = 2048  # entries that a program of `collect` or `maxima_of_rows` reads
 FEW = 16  # rows up to which several programs share one
 # entries of all rows up to which the programs of `collect` run in parallel. With more, each program of
@@ -134,7 +134,7 @@ def choose(
     if how.method == "descend":
         # About 8 keys a thread; registers for two programs of 4096 candidates on a multiprocessor.
         options = dict(maxnreg=64) if how.candidates == 4096 and not interpreting() else {}
-        descend_rows[(rows,)](
+        topk_of_rows[(rows,)](
             scores,
             maxima,
             lists,
@@ -171,7 +171,7 @@ def choose(
         )
     programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
     others = min(1024, how.candidates) if every else 1024
-    rank_found[(rows, programs)](
+    rank_candidates[(rows, programs)](
         scores,
         maxima,
         count,

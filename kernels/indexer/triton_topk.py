@@ -7,7 +7,8 @@ every other entry has k better ones. So a row is searched from the coarsest leve
 
 For a few rows, as in decoding, that takes too many sequential steps. There the coarsest level only gives a bound that
 all k best entries reach, and few others. Many programs collect those (`collect`), and the rank of each among them is
-its place in the result (`rank_found`). If these programs would not all run in parallel, `triton_hierarchical` is used.
+its place in the result (`rank_candidates`). If these programs would not all run in parallel, `triton_hierarchical` is
+used.
 """
 
 import triton
@@ -137,7 +138,7 @@ def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def descend_rows(
+def topk_of_rows(
     SCORES,
     MAXIMA,
     LIST,
@@ -229,7 +230,7 @@ def collect(
     key = monotone(scores)
     found = (entry < seen) & (key >= bound)
     one = found.to(tl.int32)
-    # entries are in order of arrival; `rank_found` orders them
+    # entries are in order of arrival; `rank_candidates` orders them
     base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")
     place = base + tl.cumsum(one, 0) - one
     tl.store(FOUND + row * ROOM + place, sortable(key, entry), mask=found & (place < ROOM))
@@ -246,7 +247,7 @@ def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def rank_found(
+def rank_candidates(
     SCORES,
     MAXIMA,
     COUNT,

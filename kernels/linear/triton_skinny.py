@@ -19,11 +19,11 @@ from dsv4.kernels.linear.triton_words import (
     HALVES_DOWN,
     ROUND_E4M3,
     after_loads,
-    await_others,
     larger_pair,
     loads_begun,
     pair,
     unpack,
+    wait_for_dependencies,
 )
 from dsv4.kernels.quantize.triton_codes import (
     INTERPRETED,
@@ -357,17 +357,17 @@ def skinny(
     end = begin + (SPAN if SPAN else (K + STEP - 1) // STEP * STEP)
     acc = tl.zeros([KS, 8 * RH, 8 * NH], tl.float32)
     if EARLY == 1:
-        await_others(True)
+        wait_for_dependencies(True)
     w = _words(W, W_UP, begin, end, first, rows, K, KS, RH, FORMAT)
     scale = _scales(S, S_UP, begin, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
     if EARLY == 2:
         loads_begun(FP32)
-        await_others(True)
+        wait_for_dependencies(True)
     w_next = _words(W, W_UP, begin + STEP, end, first, rows, K, KS, RH, FORMAT)
     scale_next = _scales(S, S_UP, begin + STEP, end, first, rows, K, KS, RH, FORMAT, BO, BK) if SCALED else 0
     loads_begun(FP32)
     if EARLY > 2:
-        await_others(True)
+        wait_for_dependencies(True)
     # while the first words are loaded
     inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)
     up, down = _range(X, row_at, count, K, KS) if APART else (None, None)

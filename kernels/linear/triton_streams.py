@@ -8,7 +8,7 @@ import triton.language as tl
 from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_weights import Held
-from dsv4.kernels.linear.triton_words import announce
+from dsv4.kernels.linear.triton_words import launch_dependents
 from dsv4.kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # formats by number, as a kernel's constant takes them in a tuple
@@ -157,7 +157,7 @@ def _kind(
         if glob is not None:
             glob = tl.where(pid >= STARTS[i], G[i], glob)
     first = (pid - start) * (8 * RH)
-    announce(EARLY)
+    launch_dependents(EARLY)
     token, mine = tokens(KS, NH, APART == 1)
     T: tl.constexpr = 2 if APART == 1 else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)

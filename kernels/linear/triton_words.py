@@ -99,14 +99,14 @@ def begin(EARLY: tl.constexpr):
 
 
 @triton.jit
-def announce(EARLY: tl.constexpr):
+def launch_dependents(EARLY: tl.constexpr):
     """Let the next kernel start as soon as all programs of this one have."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def await_others(EARLY: tl.constexpr):
+def wait_for_dependencies(EARLY: tl.constexpr):
     """Wait for earlier kernels; returns at once if they have been waited for."""
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -14,7 +14,7 @@ from dsv4.kernels.linear.triton import AGAIN, gemm
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_streams import TOKENS, early
 from dsv4.kernels.linear.triton_weights import check, hold
-from dsv4.kernels.linear.triton_words import announce, begin
+from dsv4.kernels.linear.triton_words import begin, launch_dependents
 from dsv4.kernels.quantize.triton_codes import widen
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 from dsv4.kernels.router import reference
@@ -143,7 +143,7 @@ def _logits(
     """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
     token, mine = tokens(KS, NH, False)
     first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
-    announce(EARLY)
+    launch_dependents(EARLY)
     y = skinny(
         X,
         token.to(tl.int64) * x_stride,

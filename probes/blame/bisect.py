@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import InputError
-from dsv4.probes.blame.local import Accumulated, Difference, differences, dtype_of, expected, far, rounded
+from dsv4.probes.blame.by_layer import Accumulated, Difference, differences, dtype_of, expected, far, rounded
 from dsv4.probes.compare import oracle_of
 from dsv4.probes.oracle import Oracle
 from dsv4.probes.oracle.attention import rms

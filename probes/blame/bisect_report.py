@@ -10,10 +10,10 @@ from pathlib import Path
 
 from dsv4.errors import InputError
 from dsv4.probes.blame.bisect import Bisection, reference_of
+from dsv4.probes.blame.by_layer import FACTOR, STEP, STEPS, Difference, dtype_of
 from dsv4.probes.blame.causes import WORDS
 from dsv4.probes.blame.confirm import Confirmation, Verdict
 from dsv4.probes.blame.consult import PARTS as OF_MODULE
-from dsv4.probes.blame.local import FACTOR, STEP, STEPS, Difference, dtype_of
 from dsv4.probes.report.document import Report, Section
 from dsv4.probes.report.files import write
 from dsv4.probes.report.markdown import escape, table

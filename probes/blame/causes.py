@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from dsv4.probes.blame.local import attend, entries_only, expected
+from dsv4.probes.blame.by_layer import attend, entries_only, expected
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer, rms
 from dsv4.probes.oracle.blocks import expert, hyper_post, hyper_pre, moe

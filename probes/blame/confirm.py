@@ -6,8 +6,8 @@ import torch
 
 from dsv4.errors import Dsv4Error
 from dsv4.probes.blame.bisect import LAST, Bisection, block_of
+from dsv4.probes.blame.by_layer import Accumulated, Difference, differences, far
 from dsv4.probes.blame.causes import INSIDE, MODULES, explanations, official
-from dsv4.probes.blame.local import Accumulated, Difference, differences, far
 from dsv4.probes.blame.swaps import supports, swapped
 from dsv4.probes.subject import POINTS
 

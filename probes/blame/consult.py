@@ -7,8 +7,8 @@ import torch
 
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.probes.blame.bisect import block_of
+from dsv4.probes.blame.by_layer import differences, expected, rounded
 from dsv4.probes.blame.causes import MODULES
-from dsv4.probes.blame.local import differences, expected, rounded
 from dsv4.probes.blame.swaps import supports, swapped
 from dsv4.probes.compare import oracle_of
 from dsv4.probes.subject import Subject

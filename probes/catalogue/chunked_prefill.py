@@ -18,7 +18,7 @@ from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.control import attempted_all, chance_of
 from dsv4.probes.scenes.gqa.chunked_walk import Walk
 from dsv4.probes.scenes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
-from dsv4.probes.scenes.wrapping import kept
+from dsv4.probes.scenes.patching import kept
 from dsv4.probes.subject import Subject
 
 CUT = Chunking(32, 8, 12)

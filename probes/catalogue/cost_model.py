@@ -19,7 +19,7 @@ from dsv4.probes.scenes.cost_audit.mistakes import attention_mistakes, weight_mi
 from dsv4.probes.scenes.cost_audit.shapes import Shapes
 from dsv4.probes.scenes.cost_audit.watching import Calls
 from dsv4.probes.scenes.gqa.steps import poisoned
-from dsv4.probes.scenes.wrapping import kept, wrapped
+from dsv4.probes.scenes.patching import kept, wrapped
 from dsv4.probes.subject import Subject
 from dsv4.runtime.planning import held_tensors
 

@@ -13,9 +13,9 @@ from dsv4.probes.catalogue.speculation import Undrafted
 from dsv4.probes.compare import agreeing, token_errors
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.scenes.cache_contents import bits, of_output, rows_checks
 from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.engine_scene import LENGTHS, SPARE, Scene
-from dsv4.probes.scenes.visible import bits, of_output, rows_checks
 from dsv4.probes.subject import Subject
 
 TOGETHER = (0, 1, 3, MAX_DRAFTS)  # accepted by rows that share a pass

@@ -16,11 +16,7 @@ from dsv4.model.gqa.choice import Attention
 from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
-from dsv4.probes.scenes.control import attempted_all
-from dsv4.probes.scenes.gqa.fitted import FittedCache
-from dsv4.probes.scenes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
-from dsv4.probes.scenes.grafted_steps import stepping
-from dsv4.probes.scenes.visible import (
+from dsv4.probes.scenes.cache_contents import (
     PARTS,
     SAME,
     Rows,
@@ -32,7 +28,11 @@ from dsv4.probes.scenes.visible import (
     rows_checks,
     summary,
 )
-from dsv4.probes.scenes.wrapping import kept
+from dsv4.probes.scenes.control import attempted_all
+from dsv4.probes.scenes.gqa.fitted import FittedCache
+from dsv4.probes.scenes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
+from dsv4.probes.scenes.grafted_steps import stepping
+from dsv4.probes.scenes.patching import kept
 from dsv4.probes.subject import Subject
 
 SHARED = 2 * BLOCK

@@ -23,8 +23,8 @@ from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, vacuous
 from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.gqa.steps import Call, Tally, Watched, full_layers, out_of_reach, poisoned
+from dsv4.probes.scenes.patching import kept
 from dsv4.probes.scenes.staged_rows import Fetches, poison
-from dsv4.probes.scenes.wrapping import kept
 from dsv4.probes.subject import Subject
 
 POLICIES = (  # and staging slots beyond those that a step needs

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
-from dsv4.probes.blame import local
+from dsv4.probes.blame import by_layer
+from dsv4.probes.blame.by_layer import FACTOR, LEAST, dtype_of, ffn_points, rounded, undecided
 from dsv4.probes.blame.consult import culprit
-from dsv4.probes.blame.local import FACTOR, LEAST, dtype_of, ffn_points, rounded, undecided
 from dsv4.probes.compare import agreeing, token_errors, tokens
 from dsv4.probes.oracle.blocks import moe
 from dsv4.probes.probe import Probe
@@ -75,8 +75,8 @@ class MoEEdges(Probe):
         factor = FACTOR[torch.float32]
         keep = ~undecided(exact, noisy, part.layer.config.num_experts_per_tok, factor)
         keep = keep.expand(found.shape[:2]) if keep.numel() == 1 else keep
-        noise = local.far(noisy["ffn_out"], wanted, keep).max().item()
-        value = local.far(found, wanted, keep).max().item()
+        noise = by_layer.far(noisy["ffn_out"], wanted, keep).max().item()
+        value = by_layer.far(found, wanted, keep).max().item()
         source = f"{factor:g} times what rounding to fp32 does to the oracle ({noise:.1g}), at least {LEAST:g}"
         return value, source, max(factor * noise, LEAST)
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.probes.blame.bisect_report import PARTS
-from dsv4.probes.blame.local import GATE, Difference, attend, differences, entries_only, expected, rounded
+from dsv4.probes.blame.by_layer import GATE, Difference, attend, differences, entries_only, expected, rounded
 from dsv4.probes.compare import TOLERANCES, agreeing, oracle_of
 from dsv4.probes.oracle import Oracle
 from dsv4.probes.probe import Probe

@@ -17,7 +17,7 @@ from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.gqa.keep_sets import Group, judged
 from dsv4.probes.scenes.gqa.steps import Tally, Watched, captured, full_layers, out_of_reach, poisoned
-from dsv4.probes.scenes.wrapping import kept
+from dsv4.probes.scenes.patching import kept
 from dsv4.probes.subject import Subject
 
 POLICIES = (

@@ -11,10 +11,10 @@ from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.acceptance import acceptance
+from dsv4.probes.scenes.cache_contents import Rows, bits, of_output, rows_checks, visible
 from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.scripted import STOP, Script, Steered, Watched, came_out, cases
 from dsv4.probes.scenes.speculative_rounds import outputs, states
-from dsv4.probes.scenes.visible import Rows, bits, of_output, rows_checks, visible
 from dsv4.probes.subject import Subject
 from dsv4.speculation.captured import CapturedBlock
 from dsv4.speculation.draft import MTPDrafter

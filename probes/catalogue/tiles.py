@@ -11,8 +11,8 @@ from dsv4.probes.compare import agreeing, token_errors, tokens, window_of
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.control import attempted_all, chance_of
+from dsv4.probes.scenes.patching import replaced
 from dsv4.probes.scenes.tile_cases import EVERYWHERE, Limits, TileCase, cases_of
-from dsv4.probes.scenes.wrapping import replaced
 from dsv4.probes.subject import Subject
 
 LIMIT, WHY = 1e-5, "fp32 sums in another order, against the definition in float64"

@@ -7,9 +7,9 @@ from dsv4.cache.linear import Cache, LayerCache
 from dsv4.cache.rows import Entries, Ring
 from dsv4.probes.faults import Site, mutation
 from dsv4.speculation.accept import Accepted
+from dsv4.speculation.device_drafters import MTPDrafts
 from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import _Batch
-from dsv4.speculation.resident_drafters import MTPDrafts
 from dsv4.speculation.rounds import Rounds
 
 
@@ -112,11 +112,11 @@ def one_rejected_draft_stays_in_the_cache(site: Site) -> None:
 def block_follows_a_round_by_its_own_streams(site: Site) -> None:
     """After verification the block's entries are made of the streams that it had drafted with, not of the model's."""
 
-    def follow(found, streams, chosen, *rest):
+    def update(found, streams, chosen, *rest):
         own = found.chained.unsqueeze(1).expand(-1, chosen.shape[1], -1, -1).flatten(0, 1)
         real(found, own.to(streams.dtype).contiguous(), chosen, *rest)
 
-    real = site.patch(MTPDrafts, "follow", follow)
+    real = site.patch(MTPDrafts, "update", update)
 
 
 @mutation("1.13", bugs=(143,), parts=("after a pass, MTP window",), probes=("speculation",))
@@ -175,13 +175,13 @@ def block_follows_a_round_without_drafts_one_token_late(site: Site) -> None:
 def chain_begins_at_the_last_verified_place(site: Site) -> None:
     """The next drafts go on from the block's streams after the last draft, not after the last token that counts."""
 
-    def follow(found, streams, chosen, count, start):
+    def update(found, streams, chosen, count, start):
         real(found, streams, chosen, count, start)
         features = found.features.clone()
         real(found, streams, chosen, torch.full_like(count, chosen.shape[1]), start)
         found.features.copy_(features)
 
-    real = site.patch(MTPDrafts, "follow", follow)
+    real = site.patch(MTPDrafts, "update", update)
 
 
 @mutation("1.13", bugs=(), parts=("after a round, window rows",), probes=("speculation",))

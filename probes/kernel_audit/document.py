@@ -48,7 +48,7 @@ def document(audit: KernelAudit, command: str, day: str) -> dict:
         "repeats": audit.repeats,
         "verdict": audit.verdict,
         "looks_like": audit.looks_like,
-        "waived": [{"finding": told(c), "reason": why} for c, why in audit.waived],
+        "waived": [{"finding": finding_line(c), "reason": why} for c, why in audit.waived],
         "clauses": clauses(audit),
         "skipped": audit.skipped,
         "checks": [c.to_json() for c in audit.checks],
@@ -111,7 +111,7 @@ def likeness(found: dict) -> str:
     return f"Its wrong results are those of a planted fault: {' or '.join(names[:3])}." if names else ""
 
 
-def told(check: Check) -> str:
+def finding_line(check: Check) -> str:
     """One finding as one line."""
     measured = "" if check.measured is None else f", {check.measured:g} {check.unit}"
     rest = " ".join(filter(None, (check.note, check.found and f"at {check.found}")))
@@ -127,7 +127,7 @@ def markdown(found: dict, checks: list[Check], findings: list[Check]) -> str:
             *([likeness(found), ""] if found["looks_like"] else []),
             "## Findings",
             "",
-            *(f"- {told(c)}" for c in findings[:MOST]),
+            *(f"- {finding_line(c)}" for c in findings[:MOST]),
         ]
         lines += [f"- and {len(findings) - MOST} more, in the JSON"] if len(findings) > MOST else []
     else:
@@ -179,8 +179,10 @@ def _how(found: dict, about: dict) -> list[str]:
 def files(audit: KernelAudit, found: dict) -> dict[str, str]:
     """Every file of `--out`: a page, JSON, and for continuous integration JUnit XML and SARIF."""
     report = Report(headline(found), found["about"] | {k: found[k] for k in ("operation", "kernel", "seed")})
-    reasons = {told(check): f"waived: {why}" for check, why in audit.waived}
-    accepted = lambda c: replace(c, status=Status.WARN, note=reasons[told(c)]) if told(c) in reasons else c
+    reasons = {finding_line(check): f"waived: {why}" for check, why in audit.waived}
+    accepted = lambda c: (
+        replace(c, status=Status.WARN, note=reasons[finding_line(c)]) if finding_line(c) in reasons else c
+    )
     for row in found["clauses"]:
         checks = [accepted(c) for c in audit.checks if c.part == row["clause"]]
         if checks:

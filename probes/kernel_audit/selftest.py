@@ -12,7 +12,7 @@ from dsv4.probes.journal import Kept
 from dsv4.probes.kernel_audit.audit import audit_kernel
 from dsv4.probes.kernel_audit.clauses import ORDER
 from dsv4.probes.kernel_audit.controls import Control, controls
-from dsv4.probes.kernel_audit.document import told
+from dsv4.probes.kernel_audit.document import finding_line
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 from dsv4.probes.kernel_audit.plant import CLAUSES, Plant
 from dsv4.probes.kernel_audit.plants import plants
@@ -87,7 +87,7 @@ def one(item: Plant | Control, device: str, without: tuple[str, ...], seed: int,
     only = tuple(c for c in ORDER if c not in (*without, *slow))
     try:
         found = audit_kernel(spec, seed=seed, dtypes=(dtype,), only=only, repeats=12, limit=120)
-        caught, first = tuple(found.caught), told(found.findings[0]) if found.findings else ""
+        caught, first = tuple(found.caught), finding_line(found.findings[0]) if found.findings else ""
     except KernelAuditError as error:
         caught, first = ("gate",), f"it could not be loaded: {error}"
     return Outcome(item.name, item.operation, clause, entry, caught, first, round(time.monotonic() - started, 1))

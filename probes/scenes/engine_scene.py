@@ -10,8 +10,8 @@ from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import Request, Result
 from dsv4.probes.compare import tokens
+from dsv4.probes.scenes.cache_contents import Rows, visible
 from dsv4.probes.scenes.scripted import Script, Steered
-from dsv4.probes.scenes.visible import Rows, visible
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts, MTPDrafter
 from dsv4.speculation.passes import SingleSteps

@@ -10,7 +10,7 @@ from dsv4.cache.linear import Cache
 from dsv4.cache.paged import PagedCache, Snapshot
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree
-from dsv4.probes.scenes.visible import Rows, visible
+from dsv4.probes.scenes.cache_contents import Rows, visible
 from dsv4.probes.subject import Subject
 
 

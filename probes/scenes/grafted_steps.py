@@ -11,8 +11,8 @@ from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.probes.compare import agreeing, token_errors, tokens
 from dsv4.probes.result import Check, compare
+from dsv4.probes.scenes.cache_contents import Rows, differing, rows_checks, summary, visible
 from dsv4.probes.scenes.grafted_rows import Going
-from dsv4.probes.scenes.visible import Rows, differing, rows_checks, summary, visible
 from dsv4.probes.subject import Subject
 from dsv4.speculation.captured import Captured
 

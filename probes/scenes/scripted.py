@@ -13,7 +13,7 @@ import torch
 from dsv4.cache.linear import Cache
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.result import Check, compare
-from dsv4.probes.scenes.visible import Rows, visible
+from dsv4.probes.scenes.cache_contents import Rows, visible
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.passes import Verify

@@ -10,14 +10,14 @@ from dsv4.cache.linear import Cache
 from dsv4.probes.catalogue.captured import exactly
 from dsv4.probes.compare import agreeing, token_errors, tokens
 from dsv4.probes.result import Check, compare
+from dsv4.probes.scenes.cache_contents import Rows, bits, of_output, rows_checks, visible
+from dsv4.probes.scenes.patching import replaced, wrapped
 from dsv4.probes.scenes.scripted import STOP, Script, came_out, cases, obeying
-from dsv4.probes.scenes.visible import Rows, bits, of_output, rows_checks, visible
-from dsv4.probes.scenes.wrapping import replaced, wrapped
 from dsv4.probes.subject import Subject
 from dsv4.runtime.graph import DecodeGraph
+from dsv4.speculation.device_drafters import Drafted, primed
 from dsv4.speculation.policy import Static
 from dsv4.speculation.policy_device import on_device
-from dsv4.speculation.resident_drafters import Drafted, primed
 from dsv4.speculation.rounds import Rounds
 
 LENGTHS = (125, 126, 127, 6, 131)  # of the rows that keep 0, 1, … drafts; a round crosses 128 in most of them
@@ -131,7 +131,7 @@ def states(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     ][:-1]
     seen = list(_run(subject, rounds, script, passes))
     for name, exact, other in others:
-        yield from _compared(subject, seen, passes, other, name, exact, rounds.follows[0])
+        yield from _compared(subject, seen, passes, other, name, exact, rounds.catch_up_widths[0])
 
 
 def _run(subject: Subject, rounds: Rounds, script: Script, passes: list[tuple[int, list[int]]]) -> Iterator[tuple]:
@@ -153,7 +153,7 @@ def _run(subject: Subject, rounds: Rounds, script: Script, passes: list[tuple[in
         ):
             rounds._round(D)
         if not D:
-            rounds._catch_up(rounds.follows[0])
+            rounds._catch_up(rounds.catch_up_widths[0])
             rounds.drafter.caught_up()
         ids, logits = passed[-1]
         yield rows, ids, logits.view(*ids.shape, -1), said[-1], script.chosen(ids, begun)

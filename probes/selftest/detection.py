@@ -176,7 +176,7 @@ def run(
     return matrix.exit_code
 
 
-def told(result: Outcome | Clean) -> str:
+def result_line(result: Outcome | Clean) -> str:
     """One line of a result, for a log."""
     if isinstance(result, Clean):
         word, about = (

@@ -67,7 +67,7 @@ def _selection(candidates: int, levels: int) -> list[tuple]:
     cases = [
         _case(
             f"topk_entries descend {name}",
-            topk.descend_rows,
+            topk.topk_of_rows,
             constants,
             min(16, max(4, candidates // 256)),
             dict(maxnreg=64) if candidates == 4096 else None,
@@ -78,7 +78,7 @@ def _selection(candidates: int, levels: int) -> list[tuple]:
         cases.append(
             _case(
                 f"topk_entries rank {name}",
-                topk.rank_found,
+                topk.rank_candidates,
                 constants | dict(ALL=False, ROOM=8192, K=classes, MINE=16, OTHERS=1024),
                 4 if candidates <= 4096 else 8,
             )
@@ -107,7 +107,7 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
     constants = dict(
         SEEN=False, ALL=True, CLASSES=512, CANDIDATES=2048, LEVELS=0, ROOM=8192, K=512, MINE=16, OTHERS=1024, PDL=False
     )
-    rows.append(_case("topk_entries rank all", topk.rank_found, constants, 4, MAXIMA="*i64"))
+    rows.append(_case("topk_entries rank all", topk.rank_candidates, constants, 4, MAXIMA="*i64"))
     for held, levels, mine in ((8192, 1, 16), (8192, 2, 8), (8192, 2, 16), (16384, 2, 16)):
         constants = dict(SEEN=True, LEVELS=levels, ROOM=held // 8, MINE=mine, PDL=False)
         rows.append(

@@ -10,7 +10,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from dsv4.kernels.experts import triton as experts
-from dsv4.kernels.experts import triton_many, triton_order, triton_stream
+from dsv4.kernels.experts import triton_order, triton_prefill, triton_stream
 from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear import triton_fused, triton_streams
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
@@ -21,7 +21,7 @@ from dsv4.kernels.router import triton as router
 
 MODULES = (
     experts,
-    triton_many,
+    triton_prefill,
     triton_order,
     triton_stream,
     linear,

@@ -21,7 +21,7 @@ from dsv4.speculation import (
     Trace,
     simulate,
 )
-from dsv4.speculation.host_half import AHEAD
+from dsv4.speculation.host_loop import AHEAD
 from dsv4.speculation.oracle import bound
 from dsv4.speculation.trace import mixed, stationary, synthetic_request
 

@@ -30,9 +30,9 @@ from dsv4.speculation import (
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice
 from dsv4.speculation.costs import BatchCost
-from dsv4.speculation.host_half import AHEAD
+from dsv4.speculation.device_drafters import CATCH_UP_WIDTHS, MTPDrafts, primed
+from dsv4.speculation.host_loop import AHEAD
 from dsv4.speculation.policy_device import DevicePolicy
-from dsv4.speculation.resident_drafters import FOLLOWS, MTPDrafts, primed
 from dsv4.speculation.rounds import Rounds
 from dsv4.speculation.trace import Request
 from scripts.bench.speculation_journal import SpeculationJournal, Timed, name_of
@@ -40,7 +40,7 @@ from scripts.bench.waits import counted_syncs
 
 REPLAYS, SPARE = 12, 16  # timed rounds of each size; tokens of room beyond what they can write
 ROOM = 1024  # tokens; caches of rounds have a multiple of them
-REWIND = max(MAX_DRAFTS, FOLLOWS[-1] - 1)  # tokens; of those caches
+REWIND = max(MAX_DRAFTS, CATCH_UP_WIDTHS[-1] - 1)  # tokens; of those caches
 
 
 class Traced(Choice):

@@ -10,7 +10,7 @@ from dsv4.errors import InputError
 from dsv4.speculation import MAX_DRAFTS, CostTable, Static, Trace, simulate
 from dsv4.speculation.costs import parse_costs
 from dsv4.speculation.documents import read_document, write_whole
-from dsv4.speculation.host_half import AHEAD
+from dsv4.speculation.host_loop import AHEAD
 from scripts.bench import report, speculation, speculation_report
 from scripts.bench.speculation import Point
 from scripts.bench.speculation_gpu import part

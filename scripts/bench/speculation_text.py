@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from dsv4.model.deepseek_v4 import Model
 from dsv4.speculation import MAX_DRAFTS, CostTable, Request, Trace
+from dsv4.speculation.device_drafters import primed
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.prefill import prefill
-from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_gpu import (
     REWIND,

@@ -74,7 +74,7 @@ def _round(batch: int, size: int, context: int) -> None:
     )
     with torch.inference_mode():
         rounds._round(size)
-        for n in () if size else rounds.follows:
+        for n in () if size else rounds.catch_up_widths:
             rounds._catch_up(n)
 
 

@@ -19,7 +19,7 @@ from dsv4.probes.measure.recall import measure
 from dsv4.probes.measure.recall.needles import PASS, Asked, Limits, reach, replies, replies_by
 from dsv4.probes.measure.recall.settings import Settings
 from dsv4.probes.measure.recall.text import read_text, rows_of
-from dsv4.probes.scenes.wrapping import replaced
+from dsv4.probes.scenes.patching import replaced
 from dsv4.probes.subjects.ours import OurSubject
 from tests.texts import PROSE_FILE
 

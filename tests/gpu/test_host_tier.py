@@ -185,9 +185,9 @@ def test_text_of_a_model(gqa_folder, speculate):
     from dsv4.engine.generate import generate
     from dsv4.kernels.block_choice import Policy
     from dsv4.model.gqa.choice import Attention
+    from dsv4.speculation.device_loop import generate_on_device
     from dsv4.speculation.draft import LookupDrafter
     from dsv4.speculation.loop import generate_speculative
-    from dsv4.speculation.resident import generate_resident
 
     model = load_model(
         gqa_folder, numerics="native", device="cuda", attention=Attention(Policy("bound", "bound", 16, 1, 2, 3))
@@ -196,7 +196,7 @@ def test_text_of_a_model(gqa_folder, speculate):
     found = []
     for choice in (None, HostMemory()):
         model.kv_memory = choice
-        drafted = generate_speculative if speculate == "passes" else generate_resident
+        drafted = generate_speculative if speculate == "passes" else generate_on_device
         found.append(drafted(model, [ids], 60, LookupDrafter())[0] if speculate else generate(model, ids, 60))
     assert found[0].token_ids == found[1].token_ids and found[1].host["misses"] > 0
 

@@ -9,12 +9,12 @@ from dsv4.engine.generate import Sampling, generate
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Adaptive, CostAware, Static, on_device
 from dsv4.speculation.choosing import choice_of
+from dsv4.speculation.device_drafters import primed
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import ROLES, uniforms
 from dsv4.speculation.policy_device import DevicePolicy
-from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_costs import moe
 from scripts.bench.speculation_gpu import Scheduled
@@ -128,7 +128,8 @@ def test_rounds_that_rest(temperature):
         rounds, first = ready(model, ids, new, sizes, sampling=Sampling(temperature, 0.95, 4))
         if captured:
             rounds.prepare()
-            assert set(rounds.catching_up) == set(rounds.follows) == {2, 8}  # of a cache that can be rewound by 16
+            assert set(rounds.catching_up) == set(rounds.catch_up_widths) == {2, 8}  # of a cache that can be rewound by
+            16
         else:
             rounds.captures, rounds.side = False, None
         with counted_syncs() as syncs:
@@ -176,8 +177,8 @@ def test_noise_is_the_processor_s():
 
 def test_sampled_lookup_says_what_sampling_without_drafts_says(model):
     ids, sampling = [prompts(model, (300,))[0]], Sampling(0.9, 0.95, 2)
-    plain = generate_resident(model, ids, 60, LookupDrafter(), sampling, Static(0))[0]
-    found = generate_resident(model, ids, 60, LookupDrafter(1, 1), sampling, Static(4))[0]
+    plain = generate_on_device(model, ids, 60, LookupDrafter(), sampling, Static(0))[0]
+    found = generate_on_device(model, ids, 60, LookupDrafter(1, 1), sampling, Static(4))[0]
     assert found.token_ids == plain.token_ids and found.speculation.proposed
 
 
@@ -212,6 +213,6 @@ def test_the_demo_checkpoint_says_what_it_says_without_drafts(numerics):
     texts = demo_texts(model)
     plain = [generate(model, ids, 48).token_ids for ids in texts]
     for drafter in (MTPDrafter(), LookupDrafter()):
-        assert [generate_resident(model, [ids], 48, drafter)[0].token_ids for ids in texts] == plain
+        assert [generate_on_device(model, [ids], 48, drafter)[0].token_ids for ids in texts] == plain
     if numerics == "fp32":  # rows that share a step round as they do, with drafts and without
-        assert [out.token_ids for out in generate_resident(model, texts, 48, policy=Adaptive())] == plain
+        assert [out.token_ids for out in generate_on_device(model, texts, 48, policy=Adaptive())] == plain

@@ -13,9 +13,9 @@ from dsv4.kernels.dispatch import Operation
 from dsv4.model.causal import captures
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
-from dsv4.speculation.resident import generate_resident
 from tests.gqa import oracle
 from tests.speculation.scripted import Scripted, drafted
 
@@ -146,7 +146,7 @@ def test_generation_on_the_triton_backend(folder):
     want = generate(reference, ids, n := 20 if GPU else 2).token_ids
     assert generate(ours, ids, n).token_ids == want
     assert generate_speculative(ours, [ids], n, LookupDrafter())[0].token_ids == want
-    assert generate_resident(ours, [ids], n, LookupDrafter())[0].token_ids == want
+    assert generate_on_device(ours, [ids], n, LookupDrafter())[0].token_ids == want
     assert all("tokens" in row["path"] for row in ours.layer_paths())
 
 

@@ -17,9 +17,9 @@ from dsv4.model.dummy import fill_cache, load_dummy
 from dsv4.model.gqa.choice import Attention, attention_named
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
-from dsv4.speculation.resident import generate_resident
 from tests.gqa import oracle
 from tests.parity import assert_quiet, assert_repeats
 
@@ -135,7 +135,7 @@ def test_passes_of_drafts_change_nothing_in_any_numerics(folder, name):
         ids = torch.randint(0, 384, (60,), generator=torch.Generator().manual_seed(7)).tolist() * 4
         plain = generate(model, ids, 60).token_ids
         assert generate_speculative(model, [ids], 60, LookupDrafter())[0].token_ids == plain
-        assert generate_resident(model, [ids], 60, LookupDrafter())[0].token_ids == plain
+        assert generate_on_device(model, [ids], 60, LookupDrafter())[0].token_ids == plain
         a, b = model.new_cache(1, 300), model.new_cache(1, 300)
         for cache in (a, b):
             model.append(torch.tensor([ids]), cache, logits="none")

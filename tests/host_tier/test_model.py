@@ -15,10 +15,10 @@ from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.model.gqa.choice import Attention
 from dsv4.runtime.graph import DecodeGraph
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append
-from dsv4.speculation.resident import generate_resident
 from tests.gqa import oracle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,7 +163,7 @@ def test_drafts_give_the_text_of_the_resident_cache(folders):
         found += [
             generate(model, ids, 24),
             *generate_speculative(model, [ids], 24, LookupDrafter(), verify=Append),
-            *generate_resident(model, [ids], 24, LookupDrafter(), ahead=1),
+            *generate_on_device(model, [ids], 24, LookupDrafter(), ahead=1),
         ]
     assert (
         all(f.token_ids == found[0].token_ids for f in found)

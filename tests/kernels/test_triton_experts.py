@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4.kernels.errors import UnsupportedInput
-from dsv4.kernels.experts import reference, triton_many, triton_order, triton_stream
+from dsv4.kernels.experts import reference, triton_order, triton_prefill, triton_stream
 from dsv4.kernels.experts import triton as gpu
 from dsv4.kernels.linear import triton as linear_gpu
 from dsv4.kernels.linear import triton_streams
@@ -215,7 +215,7 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
 @pytest.mark.parametrize("form,simulate", [("mxfp4", True), ("nvfp4", False), ("dense bf16", False)])
 @pytest.mark.parametrize("N", [1, 2, 6, 30])
 def test_products_of_bf16_as_a_gpu_makes_them(form, simulate, N, monkeypatch):
-    compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
+    compiled(monkeypatch, triton_prefill, triton_stream, linear_gpu, triton_streams)
     E, d, I, k = 3, 32, 32, 1
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
     x, (indices, routing) = randn(N, d).bfloat16(), choices(N, k, E)
@@ -233,7 +233,7 @@ def test_a_token_among_a_few_has_the_bits_that_it_has_alone(N, simulate, monkeyp
     """A pass that verifies drafts is compared with steps of one token. Large products cancel, so that the order of sums
     is seen. Where activations go through E4M3, the small columns of a block of 128 are rounded by its large ones."""
     if not CUDA:
-        compiled(monkeypatch, triton_many, triton_stream, linear_gpu, triton_streams)
+        compiled(monkeypatch, triton_prefill, triton_stream, linear_gpu, triton_streams)
     E, d, I, k = 3, 128, 32, 2
     base, x = randn(E * 2 * I, 32, seed=5), randn(N, d) * (1 if simulate else 1e-2)
     w13 = pack(torch.cat((base, -base, randn(E * 2 * I, 64, seed=6)), 1), "mxfp4")

@@ -6,8 +6,8 @@ import torch
 
 from dsv4.probes.blame.bisect import Bisection, reference_of
 from dsv4.probes.blame.bisect_report import sentence, to_report
+from dsv4.probes.blame.by_layer import differences, expected, rounded
 from dsv4.probes.blame.confirm import Confirmation
-from dsv4.probes.blame.local import differences, expected, rounded
 from dsv4.probes.blame.swaps import swapped
 from dsv4.probes.blame.swaps.ours import OurSwap
 from dsv4.probes.compare import oracle_of, tokens

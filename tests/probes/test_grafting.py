@@ -14,8 +14,8 @@ from dsv4.probes.faults import Site, catalogue
 from dsv4.probes.faults.gqa_profiles import write_gqa
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
+from dsv4.probes.scenes.cache_contents import differing, of_snapshot, visible
 from dsv4.probes.scenes.grafted_rows import Going, miscounted
-from dsv4.probes.scenes.visible import differing, of_snapshot, visible
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.opening import open_ours
 from dsv4.probes.subjects.ours import OurSubject

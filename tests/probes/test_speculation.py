@@ -12,9 +12,9 @@ from dsv4.probes.faults import Site, catalogue
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
 from dsv4.probes.scenes.acceptance import TARGET, acceptance, chi_square, sampled
+from dsv4.probes.scenes.cache_contents import Held, first_of, rows_checks
 from dsv4.probes.scenes.scripted import ASTRAY, STOP, WRONG, Script
 from dsv4.probes.scenes.speculative_rounds import LENGTHS, outputs, states
-from dsv4.probes.scenes.visible import Held, first_of, rows_checks
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
 from dsv4.speculation import choosing, loop

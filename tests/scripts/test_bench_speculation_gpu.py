@@ -13,7 +13,7 @@ from dsv4 import load_model
 from dsv4.engine.generate import generate
 from dsv4.errors import InputError
 from dsv4.runtime.graph import DecodeGraph
-from dsv4.speculation import Request, Static, Trace, host_half, on_device, read_costs
+from dsv4.speculation import Request, Static, Trace, host_loop, on_device, read_costs
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.trace import mixed
 from scripts import bench_speculation
@@ -163,7 +163,7 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
     )
     monkeypatch.setattr(speculation_gpu, "_replays", replays)
     monkeypatch.setattr(speculation_gpu, "DecodeGraph", Steps)
-    for module in (host_half, speculation_gpu):
+    for module in (host_loop, speculation_gpu):
         monkeypatch.setattr(module, "captured_graph", captured)
     cost = speculation_gpu.measure_costs(model, [2], 24, "n", {"k": "v"}, lambda line: None).of(2)
     # a token of each row through the model, none through the block
@@ -311,7 +311,7 @@ def test_what_is_recorded_is_what_drafts_would_do(model):
     seen = speculation_gpu.record(model, cache(), ids, 20)
     assert seen.shape == (2, 20) and 0 <= seen.min() and seen.max() <= 8
     for k in (1, 3):
-        from dsv4.speculation.resident_drafters import primed
+        from dsv4.speculation.device_drafters import primed
         from dsv4.speculation.rounds import Rounds
 
         held = cache()

@@ -8,7 +8,7 @@ import torch
 from dsv4.cache.linear import Lengths
 from dsv4.engine.generate import Sampling
 from dsv4.speculation.choosing import Sampled
-from dsv4.speculation.resident_drafters import LookupDrafts, MTPDrafts
+from dsv4.speculation.device_drafters import LookupDrafts, MTPDrafts
 from dsv4.speculation.rounds import Rounds
 
 V = 5
@@ -38,7 +38,7 @@ class Words:
     def __call__(self, streams, embedded, step, cache):
         return embedded, streams
 
-    def follow(self, streams, embedded, step, cache, row, last):
+    def forward_rows(self, streams, embedded, step, cache, row, last):
         return embedded.index_select(0, row), streams.index_select(0, row)
 
 

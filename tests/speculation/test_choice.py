@@ -14,9 +14,9 @@ from dsv4.engine import BatchEngine
 from dsv4.errors import InputError
 from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, Static, read_costs
 from dsv4.speculation.choice import PARAMETERS, policy_named
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
-from dsv4.speculation.resident import generate_resident
 from scripts.bench.speculation_costs import moe
 from tests.conftest import ROOT
 
@@ -239,7 +239,7 @@ def test_what_is_drafted_where_nothing_is_asked_for(brief_golden):
     assert Request("a").policy is None and Options().policy is None
     model = load_model(brief_golden, numerics="fp32", mtp=True)
     ids = list(range(model.config.vocab_size))
-    for decode in (generate_speculative, generate_resident):
+    for decode in (generate_speculative, generate_on_device):
         for drafter in (MTPDrafter(), LookupDrafter(1, 1)):
             assert max(decode(model, [ids], 12, drafter)[0].speculation.block_size_history) == drafter.draft_tokens
     cache = new_paged_cache(model, 1, 64, max_rewind=9)

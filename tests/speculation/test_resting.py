@@ -6,9 +6,9 @@ import torch
 
 from dsv4 import load_model
 from dsv4.engine.generate import generate
+from dsv4.speculation.device_drafters import primed
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.policy import Static
-from dsv4.speculation.resident import generate_resident
-from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.rounds import Rounds
 from tests.speculation.test_rounds import Cycle, chain, forced, prompts, rounds, static
 
@@ -159,8 +159,8 @@ def test_what_never_drafts_has_nothing_to_follow(model, monkeypatch):
         monkeypatch.setattr(model.mtp[0], "forward", lambda *given: pytest.fail("the block ran"))
         return made[0]
 
-    outs = generate_resident(model, ids, 12, policy=Static(0), make=make)
-    assert [out.token_ids for out in outs] == plain and made[0].follows == () and made[0].counts.caught_up == []
+    outs = generate_on_device(model, ids, 12, policy=Static(0), make=make)
+    assert [out.token_ids for out in outs] == plain and made[0].catch_up_widths == () and made[0].counts.caught_up == []
 
 
 @pytest.mark.few(ahead=[2])

@@ -10,10 +10,10 @@ import torch
 from dsv4 import load_model
 from dsv4.engine.generate import generate
 from dsv4.errors import InputError
-from dsv4.speculation import host_half
+from dsv4.speculation import host_loop
+from dsv4.speculation.device_drafters import primed
 from dsv4.speculation.policy import Adaptive
 from dsv4.speculation.policy_device import on_device
-from dsv4.speculation.resident_drafters import primed
 from dsv4.speculation.ring import HEAD, Ring
 from dsv4.speculation.rounds import Rounds
 from tests.speculation.test_rounds import NEW, forced, prompts, static
@@ -212,7 +212,7 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
     does not matter."""
     found, *_ = late(model, prompts(model), NEW, static(model, 3, 0), kind=Rounds)
     clock = Clock()
-    monkeypatch.setattr(host_half, "time", clock)
+    monkeypatch.setattr(host_loop, "time", clock)
 
     class Timed:
         def query(self):
@@ -223,7 +223,7 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
     assert (len(clock.naps) <= found.counts.polls < seconds / 1e-6) and (
         not napped or idle or found.counts.polls <= seconds / 70e-6 + 1
     )
-    assert all(at > host_half.SPIN for at in clock.naps) or not idle
+    assert all(at > host_loop.SPIN for at in clock.naps) or not idle
 
 
 @pytest.mark.few(ahead=[1, 2])
@@ -231,7 +231,7 @@ def test_polls_leave_the_processor_to_others(model, monkeypatch, idle, seconds, 
 def test_rounds_nap_where_another_is_behind(model, ahead, naps, monkeypatch):
     found, *_ = late(model, prompts(model), NEW, static(model, 3, 2), ahead=ahead)
     clock = Clock()
-    monkeypatch.setattr(host_half, "time", clock)
+    monkeypatch.setattr(host_loop, "time", clock)
     monkeypatch.setattr(found, "_settle", lambda: None)  # which naps: nothing comes after it
     found.run()
     assert bool(clock.naps) == naps and found.counts.polls > 10

@@ -9,9 +9,9 @@ from dsv4 import load_model
 from dsv4.engine.generate import generate
 from dsv4.errors import InputError
 from dsv4.speculation import CostAware
+from dsv4.speculation.device_drafters import Drafted, primed
 from dsv4.speculation.policy import Adaptive, Static
 from dsv4.speculation.policy_device import DevicePolicy, on_device
-from dsv4.speculation.resident_drafters import Drafted, primed
 from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_costs import flat
 

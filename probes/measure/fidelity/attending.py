@@ -7,7 +7,7 @@ import torch
 
 from dsv4.model.causal import CausalLM
 from dsv4.model.step import Step
-from dsv4.probes.scenes.wrapping import wrapped
+from dsv4.probes.scenes.patching import wrapped
 
 Look = Callable[[int, object, torch.Tensor, torch.Tensor, torch.Tensor, Step], None]
 

@@ -12,7 +12,7 @@ from dsv4.model.gqa.choice import NAMES
 from dsv4.model.gqa.model import GQAModel
 from dsv4.probes.measure.recall.mass import window_only
 from dsv4.probes.measure.recall.observe import CSA_RATIO, csa_layers
-from dsv4.probes.scenes.wrapping import replaced
+from dsv4.probes.scenes.patching import replaced
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dsv4.kernels.attention.reference import gather_rows
 from dsv4.model.attention import CSAAttention
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.scenes.buffers import numbers
-from dsv4.probes.scenes.wrapping import wrapped
+from dsv4.probes.scenes.patching import wrapped
 
 QUERY_BLOCK = 16  # queries whose attention over all entries exists at once
 

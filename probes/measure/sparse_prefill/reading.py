@@ -9,7 +9,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.causal import CausalLM
 from dsv4.model.gqa.cache import GroupedCache
-from dsv4.probes.scenes.wrapping import replaced
+from dsv4.probes.scenes.patching import replaced
 
 SLICE = 1024  # positions whose logits exist at once
 

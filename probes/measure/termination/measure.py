@@ -20,7 +20,7 @@ from dsv4.probes.measure.termination import orders
 from dsv4.probes.measure.termination.settings import Settings, rules
 from dsv4.probes.measure.termination.stops import figures
 from dsv4.probes.measure.termination.walk import Walk, joined
-from dsv4.probes.scenes.wrapping import replaced, wrapped
+from dsv4.probes.scenes.patching import replaced, wrapped
 
 Key = tuple[str, int, int]  # order, context, layer
 Say = Callable[[str], None]

@@ -13,7 +13,7 @@ import torch
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM, TokenCache, captures
 from dsv4.runtime.graph import captured_graph
-from dsv4.speculation.resident_drafters import RoundDrafter
+from dsv4.speculation.device_drafters import RoundDrafter
 from dsv4.speculation.ring import Ring
 
 
@@ -51,11 +51,11 @@ def check_one_device(model: CausalLM) -> None:
         raise InputError("rounds cannot be captured while layers are spread over devices; load without --device-map")
 
 
-class HostHalf(ABC):
+class HostLoop(ABC):
     """Launches rounds of up to `most` drafts that write up to `room` tokens a row, and reads their records. The
     subclass defines the round, and `done` bool [B], `start` int64 [B], `log` and `drafter`. widths, ring, ahead: as for
-    `Rounds`. follows: as a drafter's; empty if the drafter need not run after rounds without drafts. Raises InputError
-    if layers lie on several devices."""
+    `Rounds`. catch_up_widths: as a drafter's; empty if the drafter need not run after rounds without drafts. Raises
+    InputError if layers lie on several devices."""
 
     done: torch.Tensor
     start: torch.Tensor
@@ -71,7 +71,7 @@ class HostHalf(ABC):
         widths: Sequence[int] | None,
         ring: int,
         ahead: int = AHEAD,
-        follows: Sequence[int] = (),
+        catch_up_widths: Sequence[int] = (),
     ):
         device = model.device
         check_one_device(model)
@@ -80,7 +80,7 @@ class HostHalf(ABC):
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.ring = Ring(ring, cache.batch, most + 1, device, ahead)
-        self.follows = follows
+        self.catch_up_widths = catch_up_widths
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
         # captured widths; other sizes run as the next larger width
@@ -136,7 +136,7 @@ class HostHalf(ABC):
         for D in self.widths if self.captures else ():
             if D not in self.graphs:
                 self.capture(D)
-        for width in self.follows if self.captures and 0 in self.widths else ():
+        for width in self.catch_up_widths if self.captures and 0 in self.widths else ():
             self._capture_catching_up(width)
 
     def _capture_catching_up(self, width: int) -> None:
@@ -178,7 +178,7 @@ class HostHalf(ABC):
             raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
         self.counts.rounds.append(D)
         width = next(w for w in self.widths if w >= D) if self.captures else D
-        if width or self.follows and self.rested == self.follows[-1]:
+        if width or self.catch_up_widths and self.rested == self.catch_up_widths[-1]:
             self._follow_rests()
         if self.captures:
             if width not in self.graphs:
@@ -188,14 +188,14 @@ class HostHalf(ABC):
         else:
             self._round(width)
         self.behind = max(self.behind, width + 1)
-        self.rested += bool(self.follows) and not width
+        self.rested += bool(self.catch_up_widths) and not width
         self.under_way.append(self._mark())
 
     def _follow_rests(self) -> None:
         """The drafter runs the tokens of rounds without drafts, if there were any."""
         if not self.rested:
             return
-        width = next(n for n in self.follows if n >= self.rested)
+        width = next(n for n in self.catch_up_widths if n >= self.rested)
         self.counts.caught_up.append(self.rested)
         self.behind = max(self.behind, width)
         if self.captures:

@@ -9,17 +9,17 @@ from dsv4.engine.generate import Generation, Sampling, context_full, context_lim
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM, capacity
 from dsv4.speculation.choosing import choice_of
+from dsv4.speculation.device_drafters import CATCH_UP_WIDTHS, primed
 from dsv4.speculation.draft import Drafter, MTPDrafter
-from dsv4.speculation.host_half import AHEAD, check_one_device
+from dsv4.speculation.host_loop import AHEAD, check_one_device
 from dsv4.speculation.loop import check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.policy_device import on_device
-from dsv4.speculation.resident_drafters import FOLLOWS, primed
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.rounds import Rounds
 
 
-def generate_resident(
+def generate_on_device(
     model: CausalLM,
     prompts: list[list[int]],
     max_new_tokens: int,
@@ -58,7 +58,7 @@ def generate_resident(
             "it: lower --max-context or --max-new-tokens by one, or leave out --speculate"
         )
     # so that the block can run many rounds without drafts at once
-    back = FOLLOWS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1
+    back = CATCH_UP_WIDTHS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1
     cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, back))
     outs = [
         Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=Speculation(drafter.name))
@@ -107,3 +107,6 @@ def generate_resident(
         if out.stop_reason == "max_new_tokens" and len(out.token_ids) < max_new_tokens:
             raise context_full(limit, len(out.token_ids))
     return outs
+
+
+generate_resident = generate_on_device  # its old name, until 0.4

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.kernels.experts.triton_few import swiglu
+from dsv4.kernels.experts.triton_decode import swiglu
 from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.launch import dot_in_fp32, next_power

@@ -9,9 +9,9 @@ from dsv4.engine.generate import Sampling, distribution
 from dsv4.errors import InputError
 from dsv4.speculation.accept import draw
 from dsv4.speculation.choosing import Sampled
+from dsv4.speculation.device_drafters import LookupDrafts, primed
 from dsv4.speculation.draft import LookupDrafter
 from dsv4.speculation.noise import DRAFT, uniforms
-from dsv4.speculation.resident_drafters import LookupDrafts, primed
 from tests.speculation.scripted import Scripted, prompt_of
 
 RANGES = [(4, 2), (3, 1), (1, 1), (5, 3)]
@@ -42,7 +42,7 @@ def test_lookup_is_the_host_s(letters, longest, shortest):
         chosen = torch.randint(letters, (B, 9), generator=g)
         chosen[0] = chosen[0, 0]  # one letter: matches reach the end, and drafts go on in what they draft
         count = torch.randint(0, 10, (B,), generator=g)
-        device.told(chosen, count)
+        device.note_tokens(chosen, count)
         host.commit(None, chosen, count.tolist())
     assert repeated > 20 and (empty or letters == 2 or shortest == 1)
 

@@ -13,10 +13,10 @@ from dsv4.engine.generate import Generation, Sampling, distribution, generate
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.accept import draw
+from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import OWN, row_seeds, uniforms
-from dsv4.speculation.resident import generate_resident
 from dsv4.speculation.rounds import Rounds
 from tests.speculation.scripted import prompt_of
 
@@ -43,7 +43,7 @@ POLICIES = [Static(0), Static(1), Static(3), Adaptive()]
 def test_tokens_and_counts_are_those_of_the_loop(model, policy, drafter):
     prompts = [prompt_of(model, 5), every(model), prompt_of(model, 31)]
     told = [[] for _ in prompts]
-    found = generate_resident(
+    found = generate_on_device(
         model, prompts, 17, drafter, policy=policy, on_token=lambda row, token: told[row].append(token), ahead=1
     )
     others = generate_speculative(model, prompts, 17, drafter, policy=policy)
@@ -60,7 +60,7 @@ def test_tokens_and_counts_are_those_of_the_loop(model, policy, drafter):
 def test_lookup_needs_no_block(brief_official):
     model = load_model(brief_official, numerics="fp32", mtp=False)
     ids = every(model)
-    out = generate_resident(model, [ids], 30, LookupDrafter(1, 1))[0]
+    out = generate_on_device(model, [ids], 30, LookupDrafter(1, 1))[0]
     assert (
         out.token_ids == generate(model, ids, 30).token_ids
         and out.speculation.proposed
@@ -72,7 +72,7 @@ def test_layers_on_several_devices_are_refused_before_the_prompt_runs(model, mon
     monkeypatch.setattr(model, "layer_devices", [torch.device("cpu")] * 9)
     monkeypatch.setattr(model, "new_cache", lambda *given, **more: pytest.fail("something was made"))
     with pytest.raises(InputError, match="spread over devices; load without --device-map"):
-        generate_resident(model, [[5, 6, 7]], 4)
+        generate_on_device(model, [[5, 6, 7]], 4)
 
 
 SAMPLING = Sampling(0.9, 0.95, 21)
@@ -91,39 +91,39 @@ def drawn(model, ids: list[int], n: int, seed: int) -> list[int]:
 def test_sampled_lookup_says_what_sampling_without_drafts_says(model):
     """Whatever is drafted, and for a row by itself as in a batch."""
     prompts = [prompt_of(model, 5), every(model)]
-    plain = [out.token_ids for out in generate_resident(model, prompts, 20, LookupDrafter(), SAMPLING, Static(0))]
+    plain = [out.token_ids for out in generate_on_device(model, prompts, 20, LookupDrafter(), SAMPLING, Static(0))]
     assert plain == [drawn(model, ids, 20, 21 + b) for b, ids in enumerate(prompts)]
     for policy in (Static(4), Adaptive()):
-        found = generate_resident(model, prompts, 20, LookupDrafter(1, 1), SAMPLING, policy)
+        found = generate_on_device(model, prompts, 20, LookupDrafter(1, 1), SAMPLING, policy)
         assert [out.token_ids for out in found] == plain and found[1].speculation.proposed
-    alone = generate_resident(model, prompts[1:], 20, LookupDrafter(), Sampling(0.9, 0.95, 22))[0]
+    alone = generate_on_device(model, prompts[1:], 20, LookupDrafter(), Sampling(0.9, 0.95, 22))[0]
     assert alone.token_ids == plain[1]
-    assert generate_resident(model, prompts[:1], 20, MTPDrafter(), SAMPLING, Static(0))[0].token_ids == plain[0]
+    assert generate_on_device(model, prompts[:1], 20, MTPDrafter(), SAMPLING, Static(0))[0].token_ids == plain[0]
 
 
 def test_sampled_drafts_of_the_block(model):
     """Seeds decide, not neighbours; a sharp temperature says what greedy decoding says."""
     prompts = [prompt_of(model, 5), prompt_of(model, 40)]
-    found = generate_resident(model, prompts, 20, MTPDrafter(), SAMPLING)
+    found = generate_on_device(model, prompts, 20, MTPDrafter(), SAMPLING)
     assert (
         found[1].token_ids
-        == generate_resident(model, prompts[1:], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+        == generate_on_device(model, prompts[1:], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
     )
     assert (
         found[0].token_ids
-        != generate_resident(model, prompts[:1], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
+        != generate_on_device(model, prompts[:1], 20, MTPDrafter(), Sampling(0.9, 0.95, 22))[0].token_ids
     )
     assert found[0].speculation.proposed and found[0].speculation.draft_steps == found[0].speculation.proposed
-    sharp = generate_resident(model, prompts, 20, MTPDrafter(), Sampling(1e-4))
+    sharp = generate_on_device(model, prompts, 20, MTPDrafter(), Sampling(1e-4))
     assert [out.token_ids for out in sharp] == [generate(model, ids, 20).token_ids for ids in prompts]
 
 
 @DRAFTERS
 def test_a_sampled_row_ends_at_its_stop_id_and_tells_every_token_once(model, drafter):
     ids = every(model)
-    whole = generate_resident(model, [ids], 20, drafter, SAMPLING)[0].token_ids
+    whole = generate_on_device(model, [ids], 20, drafter, SAMPLING)[0].token_ids
     stop, told = whole[9], []
-    out = generate_resident(
+    out = generate_on_device(
         model, [ids], 20, drafter, SAMPLING, stop_ids=[stop], on_token=lambda row, token: told.append(token)
     )[0]
     assert out.token_ids == whole[: whole.index(stop) + 1] and told == out.token_ids[:-1] and out.stop_reason == "eos"
@@ -137,7 +137,7 @@ def test_a_context_near_the_checkpoint_s_end_leaves_room_for_fewer_drafts(model,
     plain, limit = generate(model, ids, 20).token_ids, len(ids) + 19
     monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=limit + 1 + room))
     made = []
-    out = generate_resident(
+    out = generate_on_device(
         model,
         [ids],
         20,
@@ -149,14 +149,14 @@ def test_a_context_near_the_checkpoint_s_end_leaves_room_for_fewer_drafts(model,
     assert out.token_ids == plain and max(out.speculation.block_size_history) == room == max(made[0].widths)
     monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=limit))
     with pytest.raises(InputError, match=f"{limit} tokens is all that the checkpoint takes.*by one"):
-        generate_resident(model, [ids], 20, drafter)
+        generate_on_device(model, [ids], 20, drafter)
 
 
 def test_long_prompts_in_pieces(model, monkeypatch):
     monkeypatch.setattr(type(model), "chunk", 32)
     done = []
     ids = prompt_of(model, 100)
-    out = generate_resident(model, [ids], 9, on_prefill=lambda now, of: done.append((now, of)))[0]
+    out = generate_on_device(model, [ids], 9, on_prefill=lambda now, of: done.append((now, of)))[0]
     assert out.token_ids == generate(model, ids, 9).token_ids and done == [(32, 100), (64, 100), (96, 100), (100, 100)]
 
 
@@ -164,7 +164,7 @@ def test_stops(model):
     prompts = [prompt_of(model, n) for n in (5, 40)]
     plain = [generate(model, ids, 15).token_ids for ids in prompts]
     for stop in (plain[0][0], plain[0][6]):
-        found = generate_resident(model, prompts, 15, policy=Static(8), stop_ids=[stop])
+        found = generate_on_device(model, prompts, 15, policy=Static(8), stop_ids=[stop])
         for out, row in zip(found, plain):
             want = row[: row.index(stop) + 1] if stop in row else row
             assert out.token_ids == want and out.stop_reason == ("eos" if stop in row else "max_new_tokens")
@@ -173,26 +173,26 @@ def test_stops(model):
 def test_a_full_context_is_told_after_all_that_fits(model):
     ids, told = prompt_of(model, 20), []
     with pytest.raises(ContextOverrun, match="context of 24 tokens is full after 5 new tokens"):
-        generate_resident(model, [ids], 10, max_context=24, on_token=lambda row, token: told.append(token))
+        generate_on_device(model, [ids], 10, max_context=24, on_token=lambda row, token: told.append(token))
     assert told == generate(model, ids, 5).token_ids
 
 
 def test_refusals(model, brief_official):
     with pytest.raises(InputError, match="the prompt is empty"):
-        generate_resident(model, [[]], 3)
+        generate_on_device(model, [[]], 3)
     without = load_model(brief_official, numerics="fp32", mtp=False)
     with pytest.raises(InputError, match="use --speculate lookup"):
-        generate_resident(without, [[5]], 3)
+        generate_on_device(without, [[5]], 3)
     most = model.config.max_position_embeddings
     with pytest.raises(InputError, match="by one, or leave out --speculate"):
-        generate_resident(model, [[5]], most)
+        generate_on_device(model, [[5]], most)
 
 
 def test_where_steps_are_captured_requests_run_as_rounds(brief_golden, monkeypatch):
     """With either drafter at any temperature, also where passes might be appends; elsewhere as passes that the host
     waits for."""
     called = []
-    for name in ("generate_resident", "generate_speculative"):
+    for name in ("generate_on_device", "generate_speculative"):
         monkeypatch.setattr(
             run,
             name,
@@ -209,6 +209,6 @@ def test_where_steps_are_captured_requests_run_as_rounds(brief_golden, monkeypat
                     "1", is_ids=True, sampling=Sampling(temperature), speculate=drafter, together=together
                 )
                 session.generate([1], request, lambda text: None)
-                wanted = "generate_resident" if captured else "generate_speculative"
+                wanted = "generate_on_device" if captured else "generate_speculative"
                 assert called.pop() == (wanted, drafter, temperature) and not called
                 assert session.together is (together and not captured)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
-from dsv4.kernels.linear.triton_words import announce, await_others, begin
+from dsv4.kernels.linear.triton_words import begin, launch_dependents, wait_for_dependencies
 from dsv4.kernels.quantize.triton_codes import narrow, rounded, widen
 
 
@@ -181,7 +181,7 @@ def gate_up(
     larger blocks. 1: two pairs at a time, so that a pair has the bits that it has alone; weights are read again, mostly
     from caches. 2: not APART, with fewer rows, because such a program holds more in registers.
     """
-    announce(EARLY)
+    launch_dependents(EARLY)
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
     programs = tl.num_programs(0)
     if W1 is not None:
@@ -217,7 +217,7 @@ def gate_up(
                 EARLY,
             )
     if W is not None:
-        await_others(EARLY)  # for those whose experts are
+        wait_for_dependencies(EARLY)  # for those whose experts are
         ROWS: tl.constexpr = (I + 4 * RH - 1) // (4 * RH)
         found = blocks if TABLE is None else tl.load(TABLE)
         for tile in range(_after(shared), found * ROWS, programs):
@@ -425,7 +425,7 @@ def down(
 ):
     """Down projection: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS.
     Arguments as for `gate_up`."""
-    announce(EARLY)
+    launch_dependents(EARLY)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
     programs = tl.num_programs(0)
     if W2 is not None:
@@ -455,7 +455,7 @@ def down(
                 EARLY,
             )
     if W is not None:
-        await_others(EARLY)
+        wait_for_dependencies(EARLY)
         ROWS: tl.constexpr = (D + 8 * RH - 1) // (8 * RH)
         found = blocks if TABLE is None else tl.load(TABLE)
         for tile in range(_after(shared), found * ROWS, programs):
@@ -541,7 +541,7 @@ def down(
 
 
 @triton.jit
-def add_pairs(Y, YS, OUT, D: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
+def combine_experts(Y, YS, OUT, D: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
     """OUT [N, D] = Σ over a token's EACH rows of Y [P, D], one after the other in fp32, and its row of YS."""
     begin(EARLY)
     token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)

@@ -19,7 +19,7 @@ from dsv4.speculation.prefill import prefill
 
 # Numbers of waiting tokens of a row that the MTP block runs in one step: a step over many costs little more than one
 # over a few, since experts run for the last token alone. Few sizes, because each is compiled and captured.
-FOLLOWS = (2, 8, 32)
+CATCH_UP_WIDTHS = (2, 8, 32)
 
 
 class Drafted(NamedTuple):
@@ -34,14 +34,14 @@ class RoundDrafter(ABC):
     them.
 
     offered int64 [B]: how many drafts each row can have in the next round. lengths: of its own caches, which the host
-    advances with the model's. follows: the widths, ascending, of `catch_up` after rounds without drafts. It must catch
-    up before it drafts, and when as many tokens wait as the last width says; empty if it has nothing to catch up with.
-    All tensors are updated in place, so that replays follow each other.
+    advances with the model's. catch_up_widths: the widths, ascending, of `catch_up` after rounds without drafts. It
+    must catch up before it drafts, and when as many tokens wait as the last width says; empty if it has nothing to
+    catch up with. All tensors are updated in place, so that replays follow each other.
     """
 
     offered: torch.Tensor
     lengths: tuple[Lengths, ...] = ()
-    follows: Sequence[int] = ()
+    catch_up_widths: Sequence[int] = ()
 
     @abstractmethod
     def take(self, other: "RoundDrafter") -> None:
@@ -52,16 +52,16 @@ class RoundDrafter(ABC):
     def drafts(self, D: int, start: torch.Tensor) -> Drafted:
         """D drafts of each row; those of a row that offers none mean nothing."""
 
-    def told(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
+    def note_tokens(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
         """The first count int64 [B] of chosen int64 [B, T] are the rows' next tokens. Called before the sizes of the
         next round are chosen."""
 
-    def follow(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
-        """Called after `told` in a round with drafts. streams [B·T, n, d]: the main model's at positions start … start
-        + T − 1."""
+    def update(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor, start: torch.Tensor) -> None:
+        """Called after `note_tokens` in a round with drafts. streams [B·T, n, d]: the main model's at positions start …
+        start + T − 1."""
 
     def keep(self, streams: torch.Tensor, chosen: torch.Tensor, count: torch.Tensor) -> None:
-        """Called instead of `follow` in a round without drafts: T is 1, streams [B, n, d]. The drafter catches up
+        """Called instead of `update` in a round without drafts: T is 1, streams [B, n, d]. The drafter catches up
         later."""
 
     def catch_up(self, width: int, start: torch.Tensor) -> None:
@@ -91,9 +91,9 @@ class MTPDrafts(RoundDrafter):
         self.model, self.cache, self.choice, self.lengths = model, cache, choice, (cache._mtp,)
         self.features, self.chained = features.clone(), chained.clone()
         self.offered = torch.full((cache.batch,), MAX_DRAFTS, device=model.device)
-        self.follows = [n for n in FOLLOWS if n <= cache.max_rewind + 1] or [1]
+        self.catch_up_widths = [n for n in CATCH_UP_WIDTHS if n <= cache.max_rewind + 1] or [1]
         # of a row; the last belongs to rounds that are captured while all others are in use
-        places = self.follows[-1] + 1
+        places = self.catch_up_widths[-1] + 1
         self.first, kept = torch.arange(cache.batch, device=model.device) * places, cache.batch * places
         self.kept = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self.kept_ids, self.kept_streams = self.kept.new_zeros(kept), chained.new_zeros(kept, *chained.shape[1:])
@@ -119,7 +119,7 @@ class MTPDrafts(RoundDrafter):
             drawn_from += [] if q is None else [q]
         return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
 
-    def follow(self, streams, chosen, count, start):
+    def update(self, streams, chosen, count, start):
         """Run the block over the verified tokens. It then stands after the last token that counts. Other rows do not
         change."""
         features, after = run_block(self.model, self.cache, streams, chosen, start, (count - 1).clamp(min=0))
@@ -135,7 +135,7 @@ class MTPDrafts(RoundDrafter):
 
     def catch_up(self, width, start):
         some = lambda held: held.view(len(self.kept), -1, *held.shape[1:])[:, :width]
-        self.follow(some(self.kept_streams).flatten(0, 1), some(self.kept_ids), self.kept, start - self.kept)
+        self.update(some(self.kept_streams).flatten(0, 1), some(self.kept_ids), self.kept, start - self.kept)
 
     def caught_up(self):
         self.kept.zero_()
@@ -159,7 +159,7 @@ class LookupDrafts(RoundDrafter):
         self.text = held.to(tokens.device)
         self.length = torch.tensor(list(map(len, prompts)), device=tokens.device)
         self.behind, self.offered = torch.zeros_like(self.length), torch.zeros_like(self.length)
-        self.told(tokens.unsqueeze(1), torch.ones_like(self.length))
+        self.note_tokens(tokens.unsqueeze(1), torch.ones_like(self.length))
 
     def take(self, other):
         for name in ("text", "length", "behind", "offered"):
@@ -170,7 +170,7 @@ class LookupDrafts(RoundDrafter):
         place = self.longest + self.behind.unsqueeze(1) + torch.arange(D, device=start.device) % period
         return Drafted(self.text.gather(1, place))
 
-    def told(self, chosen, count):
+    def note_tokens(self, chosen, count):
         place = self.longest + self.length.unsqueeze(1) + torch.arange(chosen.shape[1], device=chosen.device)
         self.text.scatter_(1, place, chosen)  # writes beyond what counts too: that lies after the length
         self.length += count

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.speculation.resident_drafters import primed, run_block
+from dsv4.speculation.device_drafters import primed, run_block
 from tests.speculation.test_rounds import prompts
 
 LENGTHS = (5, 14, 16, 131)  # the golden's window is 16
@@ -54,7 +54,7 @@ def test_experts_run_for_what_is_asked_alone(model, monkeypatch):
 
 def test_a_token_or_two_go_through_the_whole_block(model, monkeypatch):
     """Where a step of its own would cost more than it saves."""
-    monkeypatch.setattr(type(model.mtp[0]), "follow", lambda *given: pytest.fail("apart"))
+    monkeypatch.setattr(type(model.mtp[0]), "forward_rows", lambda *given: pytest.fail("apart"))
     cache = model.new_cache(1, 40, max_rewind=8)
     _, drafter = primed(model, cache, prompts(model, (5,)))
     streams = drafter.chained.expand(2, *drafter.chained.shape[1:]).contiguous()
