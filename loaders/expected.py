@@ -36,11 +36,11 @@ def official_tensors(
     _plain(t, "head.weight", plain, config.vocab_size, d)
     _plain(t, "norm.weight", plain, d)
     _hyper_head(t, "", config)
-    for i, ratio in enumerate(config.compress_ratios):
-        _block(t, f"layers.{i}", config, ratio, config.hashed(i), dense, experts, scale)
-    for i, ratio in enumerate(config.mtp_compress_ratios if mtp else ()):
-        p = f"mtp.{i}"
-        _block(t, p, config, ratio, False, dense, "MXFP4" if experts == "NVFP4" else experts, scale)
+    for spec in config.layers:
+        _block(t, spec, config, dense, experts, scale)
+    for spec in config.mtp_layers if mtp else ():
+        p = spec.prefix
+        _block(t, spec, config, dense, "MXFP4" if experts == "NVFP4" else experts, scale)
         for name in ("e_proj", "h_proj"):
             matrix(t, f"{p}.{name}", (d, d), dense, config.weight_block_size, scale)
         for name in ("enorm", "hnorm", "norm"):
@@ -97,17 +97,17 @@ def _hyper_head(t: Tensors, prefix: str, c) -> None:
     _plain(t, f"{prefix}hc_head_scale", "F32", 1)
 
 
-def _block(t: Tensors, p: str, c, ratio: int, hashed: bool, dense: str, experts: str, scale: str) -> None:
-    d, n, plain = c.hidden_size, c.hc_mult, "BF16" if dense == "FP8" else dense
+def _block(t: Tensors, spec, c, dense: str, experts: str, scale: str) -> None:
+    p, d, n, plain = spec.prefix, c.hidden_size, c.hc_mult, "BF16" if dense == "FP8" else dense
     for which in ("attn", "ffn"):
         _plain(t, f"{p}.{which}_norm.weight", plain, d)
         _plain(t, f"{p}.hc_{which}_fn", "F32", 2 * n + n * n, n * d)
         _plain(t, f"{p}.hc_{which}_base", "F32", 2 * n + n * n)
         _plain(t, f"{p}.hc_{which}_scale", "F32", 3)
-    _attention(t, f"{p}.attn", c, ratio, dense, plain, scale)
+    _attention(t, f"{p}.attn", c, spec, dense, plain, scale)
     E, I = c.n_routed_experts, c.moe_intermediate_size
     _plain(t, f"{p}.ffn.gate.weight", plain, E, d)
-    if hashed:
+    if spec.hashed:
         _plain(t, f"{p}.ffn.gate.tid2eid", "I64", c.vocab_size, c.num_experts_per_tok)
     else:
         _plain(t, f"{p}.ffn.gate.bias", "F32", E)
@@ -118,7 +118,7 @@ def _block(t: Tensors, p: str, c, ratio: int, hashed: bool, dense: str, experts:
             matrix(t, f"{p}.ffn.experts.{e}.{w}", shape, experts, c.weight_block_size, scale)
 
 
-def _attention(t: Tensors, p: str, c, ratio: int, dense: str, plain: str, scale: str) -> None:
+def _attention(t: Tensors, p: str, c, spec, dense: str, plain: str, scale: str) -> None:
     d, H, D, q = c.hidden_size, c.num_attention_heads, c.head_dim, c.q_lora_rank
     _plain(t, f"{p}.attn_sink", "F32", H)
     _plain(t, f"{p}.q_norm.weight", plain, q)
@@ -132,17 +132,17 @@ def _attention(t: Tensors, p: str, c, ratio: int, dense: str, plain: str, scale:
     )
     for name, shape in zip(FP8_MATRICES, shapes, strict=True):
         matrix(t, f"{p}.{name}", shape, dense, c.weight_block_size, scale)
-    if ratio:
-        _compressor(t, f"{p}.compressor", d, ratio, D, plain)
-    if ratio == 4:
+    if spec.compresses:
+        _compressor(t, f"{p}.compressor", d, spec, D, plain)
+    if spec.selects:
         matrix(t, f"{p}.indexer.wq_b", (c.index_n_heads * c.index_head_dim, q), dense, c.weight_block_size, scale)
         _plain(t, f"{p}.indexer.weights_proj.weight", plain, c.index_n_heads, d)
-        _compressor(t, f"{p}.indexer.compressor", d, ratio, c.index_head_dim, plain)
+        _compressor(t, f"{p}.indexer.compressor", d, spec, c.index_head_dim, plain)
 
 
-def _compressor(t: Tensors, p: str, d: int, ratio: int, D: int, plain: str) -> None:
-    width = 2 * D if ratio == 4 else D  # CSA windows overlap: each token feeds two entries
-    _plain(t, f"{p}.ape", "F32", ratio, width)
+def _compressor(t: Tensors, p: str, d: int, spec, D: int, plain: str) -> None:
+    width = spec.overlap * D  # where windows overlap each token feeds two entries
+    _plain(t, f"{p}.ape", "F32", spec.ratio, width)
     _plain(t, f"{p}.wkv.weight", plain, width, d)
     _plain(t, f"{p}.wgate.weight", plain, width, d)
     _plain(t, f"{p}.norm.weight", plain, D)

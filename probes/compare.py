@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from dsv4.probes.oracle import Oracle, OracleConfig, Weights, weights_of
+from dsv4.probes.oracle import Oracle, OracleConfig, Weights, kinds, weights_of
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
 from dsv4.probes.subject import Subject
@@ -167,7 +167,7 @@ def points_at(layer: Layer, x: torch.Tensor, at: torch.Tensor) -> dict[str, torc
     found = {"at": at, "q_after_rope": q, "kv_window": steps.window_rows(layer, x, torch.arange(x.shape[1]))}
     if layer.ratio:
         found["compressed_kv"] = steps.main_kv(layer, steps.compress(layer, x, "attn.compressor"))
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         scores = steps.index_scores(
             steps.index_queries(layer, qr, at),
             steps.index_weights(layer, queried),

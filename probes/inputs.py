@@ -7,6 +7,7 @@ import torch
 from dsv4.errors import InputError
 from dsv4.model.config import ModelConfig
 from dsv4.probes.compare import tokens
+from dsv4.probes.oracle import kinds
 from dsv4.probes.subject import Subject
 
 MOST = 2048  # tokens by default: the oracle is in float64, and attention is quadratic
@@ -15,7 +16,7 @@ MOST = 2048  # tokens by default: the oracle is in float64, and attention is qua
 def enough(config: ModelConfig) -> int:
     """Tokens after which a query has left its window, chooses among twice as many entries as it may, and sees HCA
     entries."""
-    compressed = 4 * 2 * config.index_topk if 4 in config.compress_ratios else 0
+    compressed = kinds.CSA * 2 * config.index_topk if kinds.CSA in config.compress_ratios else 0
     T = config.sliding_window + max(compressed, 2 * 128) + 3
     return min(T, MOST, config.max_position_embeddings)
 

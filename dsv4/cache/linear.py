@@ -18,7 +18,7 @@ from dsv4.errors import CapacityError, InputError, RewindError
 from dsv4.kernels.cache_rows import PAGE, PackedRows, write_rows
 from dsv4.kernels.fusions.compositions import Kept, Windows
 from dsv4.model.arguments import check_sizes, rewind_counts
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import CapturedStep, Step
 
@@ -152,8 +152,9 @@ class CompressorCache:
 
 
 class LayerCache:
-    """Buffers of one layer. `main` is None on window layers, `index` on all but CSA layers. entries(stream, ratio):
-    makes the `Entries` of a main compressor whose stream the plan has in host memory (dsv4.cache.host_tier)."""
+    """Buffers of one layer. `main` is None of layers without entries, `index` of those without an indexer.
+    entries(stream, ratio): makes the `Entries` of a main compressor whose stream the plan has in host memory
+    (dsv4.cache.host_tier)."""
 
     def __init__(self, plan: LayerStreams, sliding_window: int, device: torch.device, write=write_rows, entries=None):
         away = {s.name: entries(s, plan.ratio) for s in plan.streams if s.place == "pinned"}
@@ -168,11 +169,11 @@ class LayerCache:
         }
         self.window = Ring(held["window"], sliding_window - 1, plan.window_rows, write)
         self.main = self.index = None
-        if plan.kind is not LayerKind.WINDOW:
-            overlap = 2 if plan.kind is LayerKind.CSA else 1
-            self.main = CompressorCache(held["main raw rows"], held["entries"], plan.ratio, overlap, write)
-        if plan.kind is LayerKind.CSA:
-            self.index = CompressorCache(held["index raw rows"], held["index keys"], plan.ratio, 2, write)
+        made = lambda raw, entries: CompressorCache(held[raw], held[entries], plan.ratio, plan.spec.overlap, write)
+        if plan.spec.compresses:
+            self.main = made("main raw rows", "entries")
+        if plan.spec.selects:
+            self.index = made("index raw rows", "index keys")
 
 
 class Lengths:

@@ -17,12 +17,13 @@ from dsv4.cache.paging import NOWHERE, PageGroup
 from dsv4.cache.rows import EntryRows, TokenRows
 from dsv4.cache.streams import LayerStreams, Stream, cache_streams
 from dsv4.kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
-from dsv4.model.config import KIND_OF_RATIO, LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
+from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
 # a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
-RAW_ROWS = {LayerKind.CSA: 8, LayerKind.HCA: 32}
+MOST_RAW_ROWS = 32  # of a page of raw rows, which holds the windows that one entry pools if they are fewer
 
 
 class PageTable:
@@ -165,7 +166,7 @@ class PagedLayerCache:
         self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows
     ):
         self.tensors = tensors
-        self.groups = stream_groups(plan.kind, plan.label.startswith("mtp"))
+        self.groups = stream_groups(plan.spec)
         held = {
             s.name: self.tensors[s.name]
             if s.rows is None
@@ -174,29 +175,29 @@ class PagedLayerCache:
         }
         table = {name: tables[group] for name, group in self.groups.items()}
 
-        def compressor(raw: str, entries: str, overlap: int) -> PagedCompressorCache:
+        def compressor(raw: str, entries: str) -> PagedCompressorCache:
             return PagedCompressorCache(
                 PagedTokens(held[raw], table[raw], write),
                 PagedEntries(held[entries], plan.ratio, table[entries], write),
                 plan.ratio,
-                overlap,
+                plan.spec.overlap,
             )
 
         self.window = PagedTokens(held["window"], table["window"], write)
         self.main = self.index = None
-        if plan.kind is not LayerKind.WINDOW:
-            self.main = compressor("main raw rows", "entries", 2 if plan.kind is LayerKind.CSA else 1)
-        if plan.kind is LayerKind.CSA:
-            self.index = compressor("index raw rows", "index keys", 2)
+        if plan.spec.compresses:
+            self.main = compressor("main raw rows", "entries")
+        if plan.spec.selects:
+            self.index = compressor("index raw rows", "index keys")
 
 
-def stream_groups(kind: LayerKind, mtp: bool) -> dict[str, str]:
-    """Stream name → name of its group, for a layer of that kind."""
-    groups = {"window": "mtp window" if mtp else "window"}
-    if kind is not LayerKind.WINDOW:
-        groups |= {"main raw rows": f"{kind.value} raw rows", "entries": f"{kind.value} entries"}
-    if kind is LayerKind.CSA:
-        groups |= {"index raw rows": "csa raw rows", "index keys": "csa entries"}
+def stream_groups(spec: LayerSpec) -> dict[str, str]:
+    """Stream name → name of its group, for a layer like that."""
+    groups, kind = {"window": "mtp window" if spec.drafts else "window"}, spec.kind.value
+    if spec.compresses:
+        groups |= {"main raw rows": f"{kind} raw rows", "entries": f"{kind} entries"}
+    if spec.selects:
+        groups |= {"index raw rows": f"{kind} raw rows", "index keys": f"{kind} entries"}
     return groups
 
 
@@ -204,11 +205,10 @@ def page_groups(config: ModelConfig, mtp: bool) -> dict[str, PageGroup]:
     """Every group that the model's layers need, by name."""
     back = config.sliding_window - 1
     groups = [PageGroup("window", PAGE, back=back)]
-    for ratio in sorted({r for r in config.compress_ratios if KIND_OF_RATIO[r] is not LayerKind.WINDOW}):
-        kind = KIND_OF_RATIO[ratio]
-        overlap = 2 if kind is LayerKind.CSA else 1
-        groups.append(PageGroup(f"{kind.value} raw rows", RAW_ROWS[kind], back=(overlap - 1) * ratio, align=ratio))
-        groups.append(PageGroup(f"{kind.value} entries", PAGE, tokens=ratio))
+    for ratio, overlap, kind in sorted({(s.ratio, s.overlap, s.kind.value) for s in config.layers if s.compresses}):
+        rows = min(MOST_RAW_ROWS, overlap * ratio)
+        groups.append(PageGroup(f"{kind} raw rows", rows, back=(overlap - 1) * ratio, align=ratio))
+        groups.append(PageGroup(f"{kind} entries", PAGE, tokens=ratio))
     if mtp:
         groups.append(PageGroup("mtp window", PAGE, back=back, mtp=True))
     return {g.name: g for g in groups}
@@ -217,7 +217,7 @@ def page_groups(config: ModelConfig, mtp: bool) -> dict[str, PageGroup]:
 def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Mapping[str, int]) -> LayerStreams:
     """The streams of one layer in pages: `pages` pages of each group, and page 0. plan: of the layer in a cache of one
     row."""
-    streams, of = [], stream_groups(plan.kind, plan.label.startswith("mtp"))
+    streams, of = [], stream_groups(plan.spec)
     for s in plan.streams:
         group, count = groups[of[s.name]], pages[of[s.name]] + 1
         if s.rows is None:
@@ -227,7 +227,7 @@ def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Ma
             layout = pack_layout(*s.rows)
             shape, formula = (count, layout.page), f"{count} pages × {layout.page} B"
         streams.append(Stream(s.name, shape, s.dtype, formula, s.rows))
-    return LayerStreams(plan.label, plan.kind, plan.ratio, tuple(streams), 0)
+    return LayerStreams(plan.spec, tuple(streams), 0)
 
 
 class CompressedLayout:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
+from dsv4.model.spec import LayerSpec
 from dsv4.model.step import Step
 
 
@@ -92,22 +93,18 @@ class SequenceCompressor:
 class SequenceLayer:
     """One layer's view of a whole sequence; replaces `LayerCache`."""
 
-    def __init__(self, kind: LayerKind, ratio: int):
-        self.window = SequenceWindow(ratio)
-        self.main = self.index = None
-        if kind is not LayerKind.WINDOW:
-            self.main = SequenceCompressor(ratio, 2 if kind is LayerKind.CSA else 1)
-        if kind is LayerKind.CSA:
-            self.index = SequenceCompressor(ratio, 2)
+    def __init__(self, spec: LayerSpec):
+        self.window = SequenceWindow(spec.ratio)
+        self.main = SequenceCompressor(spec.ratio, spec.overlap) if spec.compresses else None
+        self.index = SequenceCompressor(spec.ratio, spec.overlap) if spec.selects else None
 
 
 class Sequences:
     """Replaces `Cache`, for one forward over whole sequences."""
 
     def __init__(self, config: ModelConfig, mtp: bool):
-        self.layers = [SequenceLayer(config.kind(i), ratio) for i, ratio in enumerate(config.compress_ratios)]
-        ratios = config.mtp_compress_ratios if mtp else ()
-        self.mtp_layers = [SequenceLayer(config.mtp_kind(i), ratio) for i, ratio in enumerate(ratios)]
+        self.layers = [SequenceLayer(spec) for spec in config.layers]
+        self.mtp_layers = [SequenceLayer(spec) for spec in (config.mtp_layers if mtp else ())]
 
 
 def whole(model, ids: torch.Tensor) -> tuple[torch.Tensor, Step, Sequences]:

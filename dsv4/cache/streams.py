@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from dsv4.kernels.cache_rows import PAGE, RowFormat, pack_layout
-from dsv4.model.config import KIND_OF_RATIO, LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
+from dsv4.model.spec import LayerKind, LayerSpec
 
 MAX_DRAFTS = 8  # drafted tokens a pass; a trace says for each position how many of this number would be accepted
 # MTP entries that chained drafts may leave beyond the main model's tokens: those of the longest pass, and the entry of
@@ -37,37 +38,43 @@ class Stream:
 
 @dataclass(frozen=True)
 class LayerStreams:
-    """All streams of one layer (`label` 'layer 3' or 'mtp 0'). window_rows: of the window's ring, a batch row."""
+    """All streams of one layer. window_rows: of the window's ring, a batch row."""
 
-    label: str
-    kind: LayerKind
-    ratio: int
+    spec: LayerSpec
     streams: tuple[Stream, ...]
     window_rows: int
 
+    @property
+    def label(self) -> str:
+        return self.spec.label
+
+    @property
+    def kind(self) -> LayerKind:
+        return self.spec.kind
+
+    @property
+    def ratio(self) -> int:
+        return self.spec.ratio
+
 
 def layer_streams(
-    config: ModelConfig, label: str, ratio: int, batch: int, max_context: int, max_rewind: int, numerics: Numerics
+    config: ModelConfig, spec: LayerSpec, batch: int, max_context: int, max_rewind: int, numerics: Numerics
 ) -> LayerStreams:
-    """Streams that one layer of compression ratio `ratio` needs."""
-    kind, d, W = KIND_OF_RATIO[ratio], config.head_dim, config.sliding_window
+    """Streams that one layer owns: entries and index keys of another layer are not among them."""
+    d, W, ratio, overlap = config.head_dim, config.sliding_window, spec.ratio, spec.overlap
     main, index = (numerics.kv_rows, d, config.qk_rope_head_dim), (numerics.index_rows, config.index_head_dim, 0)
     streams = [_ring_stream("window", batch, W, max_rewind, main, numerics.cache)]
-    if kind is not LayerKind.WINDOW:
-        overlap = 2 if kind is LayerKind.CSA else 1
-        for name, rows in [("main", main)] + ([("index", index)] if kind is LayerKind.CSA else []):
-            raw = (batch, overlap * ratio + max_rewind, 2 * overlap * rows[1])
-            how = (
-                f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
-                f"× 2 × {overlap * rows[1]} × 4 B"
-            )
-            streams.append(Stream(f"{name} raw rows", raw, torch.float32, how))
-            streams.append(
-                _entry_stream(
-                    "entries" if name == "main" else "index keys", batch, max_context, ratio, rows, numerics.cache
-                )
-            )
-    return LayerStreams(label, kind, ratio, tuple(streams), W + max_rewind)
+    pooled = [("main raw rows", "entries", main)] if spec.compresses else []
+    pooled += [("index raw rows", "index keys", index)] if spec.selects else []
+    for raw, entries, rows in pooled:
+        shape = (batch, overlap * ratio + max_rewind, 2 * overlap * rows[1])
+        how = (
+            f"{batch} rows × ({overlap * ratio} window{'s' if overlap > 1 else ''} + {max_rewind} rewind) "
+            f"× 2 × {overlap * rows[1]} × 4 B"
+        )
+        streams.append(Stream(raw, shape, torch.float32, how))
+        streams.append(_entry_stream(entries, batch, max_context, ratio, rows, numerics.cache))
+    return LayerStreams(spec, tuple(streams), W + max_rewind)
 
 
 def _ring_stream(name: str, batch: int, window: int, max_rewind: int, rows, dtype: torch.dtype) -> Stream:
@@ -115,10 +122,10 @@ def cache_streams(
     config: ModelConfig, batch: int, max_context: int, max_rewind: int, numerics: Numerics, mtp: bool
 ) -> list[LayerStreams]:
     """Streams of every layer, backbone first, then the MTP blocks: what `Cache` allocates."""
-    layers = [(f"layer {i}", r, max_rewind) for i, r in enumerate(config.compress_ratios)]
+    layers = [(spec, max_rewind) for spec in config.layers]
     if mtp:
-        layers += [(f"mtp {i}", r, max_rewind + CHAINED) for i, r in enumerate(config.mtp_compress_ratios)]
-    return [layer_streams(config, label, ratio, batch, max_context, back, numerics) for label, ratio, back in layers]
+        layers += [(spec, max_rewind + CHAINED) for spec in config.mtp_layers]
+    return [layer_streams(config, spec, batch, max_context, back, numerics) for spec, back in layers]
 
 
 def zeros(stream: Stream, device: torch.device) -> torch.Tensor:

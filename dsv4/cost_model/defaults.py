@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from dsv4.cost_model.step import weights_read
 from dsv4.loaders.expected import official_tensors, preset
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
+from dsv4.model.spec import LayerKind
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ def assumed(kind: str) -> Assumed:
 def flash() -> Assumed:
     """CSA layers of V4-Flash, and the weights that a step of one row reads: of routed experts those of one token."""
     config = ModelConfig.from_official(preset("flash"))
-    kinds = [config.kind(i) for i in range(config.num_hidden_layers)]
+    kinds = [layer.kind for layer in config.layers]
     weights = sum(weights_read(official_tensors(config), config).values())
     return Assumed(
         kinds.count(LayerKind.CSA),

@@ -10,10 +10,9 @@ with the context.
 from dataclasses import dataclass
 
 from dsv4.kernels.cache_rows import RowFormat, pack_layout
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
-
-RATIOS = {LayerKind.CSA: 4, LayerKind.HCA: 128}
+from dsv4.model.spec import LayerKind
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,8 @@ class LatentGeometry:
     window: int = 128
     topk: int = 512
     itemsize: int = 2
+    csa_ratio: int = 4
+    hca_ratio: int = 128
 
     @classmethod
     def of(cls, config: ModelConfig, numerics: Numerics) -> "LatentGeometry":
@@ -37,6 +38,7 @@ class LatentGeometry:
         c, plain = config, numerics.cache.itemsize
         row = row_bytes(numerics.kv_rows, c.head_dim, c.qk_rope_head_dim, plain)
         key = row_bytes(numerics.index_rows, c.index_head_dim, 0, plain)
+        ratios = {layer.kind: layer.ratio for layer in c.layers}
         return cls(
             c.num_attention_heads,
             c.head_dim,
@@ -47,19 +49,25 @@ class LatentGeometry:
             c.sliding_window,
             c.index_topk,
             numerics.activation.itemsize,
+            ratios.get(LayerKind.CSA, cls.csa_ratio),
+            ratios.get(LayerKind.HCA, cls.hca_ratio),
         )
+
+    def ratio(self, kind: LayerKind) -> int:
+        """Tokens an entry of a layer that compresses."""
+        return self.csa_ratio if kind is LayerKind.CSA else self.hca_ratio
 
     def entries(self, kind: LayerKind, context: int) -> int:
         """Entries of a row that its last token attends to."""
         if kind is LayerKind.WINDOW:
             return 0
-        seen = context // RATIOS[kind]
+        seen = context // self.ratio(kind)
         return min(self.topk, seen) if kind is LayerKind.CSA else seen
 
     def scored(self, kind: LayerKind, context: int) -> int:
         """Index keys of a row that its last token is multiplied with: those of every entry, unless all entries are
         selected."""
-        seen = context // RATIOS[LayerKind.CSA]
+        seen = context // self.csa_ratio
         return seen if kind is LayerKind.CSA and seen > self.topk else 0
 
     def parts(self, kind: LayerKind, batch: int, context: int) -> dict[str, int]:

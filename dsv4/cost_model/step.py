@@ -79,7 +79,7 @@ def attention_parts(
             for window in config.windows
         ]
     g = LatentGeometry.of(config, numerics)
-    return [g.parts(config.kind(i), batch, context) for i in range(config.num_hidden_layers)]
+    return [g.parts(layer.kind, batch, context) for layer in config.layers]
 
 
 def step_parts(

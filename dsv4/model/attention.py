@@ -11,13 +11,13 @@ from dsv4.cache.linear import LayerCache
 from dsv4.errors import MissingSelection
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents
 from dsv4.model.compressor import KV_BLOCK, MainCompressor
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.indexer import LightningIndexer
 from dsv4.model.linear import Linear, parameter
 from dsv4.model.module import Module, composed, fuses
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
-from dsv4.model.rope import BASES
+from dsv4.model.spec import LayerKind, LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
 
@@ -31,7 +31,7 @@ class WindowAttention(Module):
 
     kind = LayerKind.WINDOW
 
-    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
         super().__init__()
         c = config
         self.H, self.D, self.W, self.groups = c.num_attention_heads, c.head_dim, c.sliding_window, c.o_groups
@@ -46,7 +46,7 @@ class WindowAttention(Module):
             c.o_groups * c.o_lora_rank, self.H * self.D // c.o_groups, store("wo_a"), numerics, op
         )
         self.wo_b = Linear(c.hidden_size, c.o_groups * c.o_lora_rank, store("wo_b"), numerics, op)
-        self.ratio, self.base, self.scale, self.eps = ratio, BASES[self.kind], c.softmax_scale, c.rms_norm_eps
+        self.ratio, self.base, self.scale, self.eps = spec.ratio, spec.rope, c.softmax_scale, c.rms_norm_eps
         self.numerics, self.op = numerics, op
         self.path: dict = {}
 
@@ -151,12 +151,10 @@ class CSAAttention(WindowAttention):
 
     kind = LayerKind.CSA
 
-    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
-        super().__init__(config, ratio, numerics, store, op)
-        self.compressor = MainCompressor(
-            config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op
-        )
-        self.indexer = LightningIndexer(config, ratio, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+        super().__init__(config, spec, numerics, store, op)
+        self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.indexer = LightningIndexer(config, spec, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
 
     def _maps_of_compressed(self, step: CapturedStep) -> list:
         found = [(self.compressor.wkv_gate, torch.float32), (self.indexer.compressor.wkv_gate, torch.float32)]
@@ -206,11 +204,9 @@ class HCAAttention(WindowAttention):
 
     kind = LayerKind.HCA
 
-    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
-        super().__init__(config, ratio, numerics, store, op)
-        self.compressor = MainCompressor(
-            config, self.kind, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op
-        )
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+        super().__init__(config, spec, numerics, store, op)
+        self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
 
     def _maps_of_compressed(self, step: CapturedStep) -> list:
         return [(self.compressor.wkv_gate, torch.float32)]

@@ -4,27 +4,27 @@ import torch
 
 from dsv4.cache.linear import LayerCache
 from dsv4.model.attention import ATTENTION
-from dsv4.model.config import KIND_OF_RATIO, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.hyper_connections import HyperConnection
 from dsv4.model.module import Module, fuses
 from dsv4.model.moe import MoE
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
+from dsv4.model.spec import LayerSpec
 from dsv4.model.step import Step
 
 
 class Block(Module):
-    """streams → streams. `hashed`: experts by token id instead of by score."""
+    """streams → streams, as the layer's spec says."""
 
-    def __init__(self, config: ModelConfig, ratio: int, hashed: bool, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
         super().__init__()
-        self.kind = KIND_OF_RATIO[ratio]
-        self.hashed = hashed
+        self.spec = spec
         self.hc_attn, self.hc_ffn = HyperConnection(config, op), HyperConnection(config, op)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("attn_norm").dtype, op)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("ffn_norm").dtype, op)
-        self.attn = ATTENTION[self.kind](config, ratio, numerics, lambda leaf: store(f"attn.{leaf}"), op)
-        self.ffn = MoE(config, hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op)
+        self.attn = ATTENTION[spec.kind](config, spec, numerics, lambda leaf: store(f"attn.{leaf}"), op)
+        self.ffn = MoE(config, spec.hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op)
         self.op = op
 
     def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:

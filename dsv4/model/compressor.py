@@ -11,12 +11,12 @@ import torch
 
 from dsv4.cache.linear import CompressorCache
 from dsv4.kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK, Windows
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, parameter
 from dsv4.model.module import Module, fuses
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
-from dsv4.model.rope import BASES
+from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
 
@@ -27,14 +27,14 @@ class MainCompressor(Module):
     columns [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
     """
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, ratio: int, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
         super().__init__()
-        self.overlap = 2 if kind is LayerKind.CSA else 1
+        self.ratio, self.overlap, self.base = spec.ratio, spec.overlap, spec.rope
         width = self.overlap * config.head_dim
         self.wkv_gate = Linear(2 * width, config.hidden_size, store("wkv"), numerics, op, stacked=("wkv", "wgate"))
-        self.ape = parameter(ratio, width)
+        self.ape = parameter(self.ratio, width)
         self.norm = RMSNorm(config.head_dim, config.rms_norm_eps, store("norm").dtype, op)
-        self.ratio, self.base, self.op, self.numerics = ratio, BASES[kind], op, numerics
+        self.op, self.numerics = op, numerics
         self.rope = config.qk_rope_head_dim
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
@@ -66,19 +66,18 @@ class IndexerKeyCompressor(Module):
     through a Hadamard transform and FP4.
     """
 
-    overlap = 2
-
-    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
         super().__init__()
-        width = 2 * config.index_head_dim
+        self.ratio, self.overlap, self.base = spec.ratio, spec.overlap, spec.rope
+        width = self.overlap * config.index_head_dim
         self.wkv_gate = Linear(2 * width, config.hidden_size, store("wkv"), numerics, op, stacked=("wkv", "wgate"))
-        self.ape = parameter(ratio, width)
+        self.ape = parameter(self.ratio, width)
         self.norm = RMSNorm(config.index_head_dim, config.rms_norm_eps, store("norm").dtype, op)
-        self.ratio, self.op, self.numerics = ratio, op, numerics
+        self.op, self.numerics = op, numerics
 
     def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the keys of the windows that end here."""
-        raw, base = self.wkv_gate(x, exact=True), BASES[LayerKind.CSA]
+        raw, base = self.wkv_gate(x, exact=True), self.base
         if fuses(self.op, "pool_entries", self.norm):
             return _write_as_one(self, raw, step, cache, base, "key" if self.numerics.simulate_index else None)
         pooled = cache.pool(step, raw, self.ape, self.op)
@@ -94,7 +93,7 @@ class IndexerKeyCompressor(Module):
         """Store rows and pool keys of a captured step, from the projected rows fp32 [N, 4·D]: a part of
         `attention_inputs`."""
         simulate = "key" if self.numerics.simulate_index else None
-        return cache.windows(step, raw, self.ape, self.norm.weight, BASES[LayerKind.CSA], simulate)
+        return cache.windows(step, raw, self.ape, self.norm.weight, self.base, simulate)
 
 
 def _write_as_one(

@@ -4,24 +4,20 @@
 transformers) into the official dictionary; this file turns that into checked values.
 """
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import cast
 
 from dsv4.errors import ConfigError
 from dsv4.model.config_keys import FIXED, HARMLESS, IN_QUANTIZATION, NO_ORACLE
+from dsv4.model.spec import LayerKind, LayerSpec
 
-
-class LayerKind(enum.Enum):
-    """What a layer attends to beside its sliding window."""
-
-    WINDOW = "window"  # nothing
-    CSA = "csa"  # top-k of entries of `ratio` tokens, overlapping (paper §2.3.1)
-    HCA = "hca"  # every visible entry of `ratio` tokens (paper §2.3.2)
-
-
-KIND_OF_RATIO = {0: LayerKind.WINDOW, 4: LayerKind.CSA, 128: LayerKind.HCA}
+KINDS = {
+    0: (LayerKind.WINDOW, 0),
+    4: (LayerKind.CSA, 2),
+    128: (LayerKind.HCA, 1),
+}  # ratio → kind, windows an entry pools
 MAX_NUMBER = 1e12  # nothing in a config is larger; a larger number is a mistake
 MAX_MTP_BLOCKS = 64
 
@@ -103,16 +99,21 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     never_read: tuple[str, ...] = field(default=(), compare=False)
 
-    def kind(self, layer: int) -> LayerKind:
-        """Kind of backbone layer `layer`."""
-        return KIND_OF_RATIO[self.compress_ratios[layer]]
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Of the backbone."""
+        return tuple(
+            _spec(f"layer {i}", f"layers.{i}", ratio, self.hashed(i)) for i, ratio in enumerate(self.compress_ratios)
+        )
+
+    @cached_property
+    def mtp_layers(self) -> tuple[LayerSpec, ...]:
+        """Of the MTP blocks."""
+        return tuple(_spec(f"mtp {i}", f"mtp.{i}", ratio, False) for i, ratio in enumerate(self.mtp_compress_ratios))
 
     def hashed(self, layer: int) -> bool:
         """Whether backbone layer `layer` chooses its experts by token id."""
         return layer < self.num_hash_layers if self.hash_layers is None else layer in self.hash_layers
-
-    def mtp_kind(self, block: int) -> LayerKind:
-        return KIND_OF_RATIO[self.mtp_compress_ratios[block]]
 
     @property
     def softmax_scale(self) -> float:
@@ -136,7 +137,7 @@ class ModelConfig:
                 f"entries for num_hidden_layers {layers}; expected one per layer plus one per MTP block"
             )
         for layer, ratio in enumerate(ratios):
-            if type(ratio) is not int or ratio not in KIND_OF_RATIO:
+            if type(ratio) is not int or ratio not in KINDS:
                 raise ConfigError(
                     f"layer {layer} has compress_ratio {ratio!r:.60}; expected 0 (window), 4 (CSA) or 128 (HCA)"
                 )
@@ -222,7 +223,7 @@ class ModelConfig:
             all(ratio == 0 for ratio in self.mtp_compress_ratios),
             f"an MTP block has compress_ratio {self.mtp_compress_ratios}; MTP blocks are window layers (ratio 0)",
         )
-        if LayerKind.CSA in {self.kind(i) for i in range(self.num_hidden_layers)}:
+        if any(layer.selects for layer in self.layers):
             need(self.index_topk > 0 and self.index_n_heads > 0, "CSA layers need index_topk and index_n_heads above 0")
             need(
                 self.qk_rope_head_dim <= self.index_head_dim,
@@ -233,6 +234,13 @@ class ModelConfig:
                 f"index_head_dim {self.index_head_dim} is not a power of two, which the Hadamard transform needs",
             )
         need(min(self.weight_block_size) > 0, f"weight_block_size {self.weight_block_size} is not two positive numbers")
+
+
+def _spec(label: str, prefix: str, ratio: int, hashed: bool) -> LayerSpec:
+    """Layers that compress rotate by a base of their own; each reads its own entries by its own selection."""
+    kind, overlap = KINDS[ratio]
+    rope, own = ("compress", label) if ratio else ("main", None)
+    return LayerSpec(label, prefix, kind, ratio, overlap, rope, hashed, own, label if kind is LayerKind.CSA else None)
 
 
 def number(key: str, value, kind: type):

@@ -1,5 +1,7 @@
 """The whole model of DeepSeek-V4: blocks between embedding and head, and MTP. `dsv4.model.causal` runs it."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -47,19 +49,11 @@ class Model(CausalLM):
         op.bound = op  # see dsv4.model.module.fuses
         self.embed = Embedding(config, store("embed").dtype)
         self.layers = nn.ModuleList(
-            Block(
-                config,
-                config.compress_ratios[i],
-                config.hashed(i),
-                numerics,
-                lambda leaf, i=i: store(f"layers.{i}.{leaf}"),
-                op,
-            )
-            for i in range(config.num_hidden_layers)
+            Block(config, spec, numerics, partial(_within, store, spec.prefix), op) for spec in config.layers
         )
         self.mtp = nn.ModuleList(
-            MTPBlock(config, config.mtp_compress_ratios[i], numerics, lambda leaf, i=i: store(f"mtp.{i}.{leaf}"), op)
-            for i in range(config.num_mtp_layers if mtp else 0)
+            MTPBlock(config, spec, numerics, partial(_within, store, spec.prefix), op)
+            for spec in (config.mtp_layers if mtp else ())
         )
         self.hc_head = HyperHead(config, op)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm").dtype, op)
@@ -160,10 +154,10 @@ class Model(CausalLM):
             found.append(
                 {
                     "layer": label,
-                    "kind": block.kind.value,
-                    "experts": "hash" if block.hashed else "scored",
+                    "kind": block.spec.kind.value,
+                    "experts": "hash" if block.spec.hashed else "scored",
                     **path,
-                    "path": _describe(block.kind.value, path),
+                    "path": _describe(block.spec.kind.value, path),
                 }
             )
         return found
@@ -204,3 +198,8 @@ def _describe(kind: str, path: dict) -> str:
     if kind == "hca":
         return f"{window} + all {path['visible']} visible entries"
     return f"{window} + {path['selected']} of {path['visible']} visible entries"
+
+
+def _within(store, prefix: str, leaf: str):
+    """The storage of a tensor of the module of that name."""
+    return store(f"{prefix}.{leaf}")

@@ -5,11 +5,11 @@ import torch
 from dsv4.cache.linear import LayerCache
 from dsv4.kernels.fusions.compositions import IndexHeads
 from dsv4.model.compressor import IndexerKeyCompressor
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear
 from dsv4.model.module import Module, composed
 from dsv4.model.numerics import Numerics
-from dsv4.model.rope import BASES
+from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
 
@@ -20,14 +20,14 @@ class LightningIndexer(Module):
     [H, d] the head weights, scaled by D^−0.5 · H^−0.5. One key an entry serves all heads.
     """
 
-    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
         super().__init__()
         self.H, self.D, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
         self.wq_b = Linear(self.H * self.D, config.q_lora_rank, store("wq_b"), numerics, op)
         self.weights_proj = Linear(self.H, config.hidden_size, store("weights_proj"), numerics, op)
-        self.compressor = IndexerKeyCompressor(config, ratio, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.compressor = IndexerKeyCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
         self.scale = self.D**-0.5 * self.H**-0.5
-        self.ratio, self.numerics, self.op = ratio, numerics, op
+        self.ratio, self.base, self.numerics, self.op = spec.ratio, spec.rope, numerics, op
 
     def forward(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible.
@@ -75,4 +75,4 @@ class LightningIndexer(Module):
     def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
         """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
         q = self.wq_b(qr).view(step.N, self.H, self.D)
-        return composed(self.op, "index_queries")(q, step.cis(BASES[LayerKind.CSA]), self.numerics.simulate_index)
+        return composed(self.op, "index_queries")(q, step.cis(self.base), self.numerics.simulate_index)

@@ -10,6 +10,7 @@ from dsv4.model.hyper_connections import HyperHead
 from dsv4.model.linear import Linear
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
+from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
 # The number of skipped tokens from which the second, shorter step pays: it is some 20 small launches, about as long as
@@ -24,8 +25,8 @@ class MTPBlock(Block):
     model's; hc_head and norm are its own. Chained drafting feeds its own streams back.
     """
 
-    def __init__(self, config: ModelConfig, ratio: int, numerics: Numerics, store, op):
-        super().__init__(config, ratio, False, numerics, store, op)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+        super().__init__(config, spec, numerics, store, op)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj = Linear(d, d, store("e_proj"), numerics, op)
         self.h_proj = Linear(d, d, store("h_proj"), numerics, op)

@@ -9,14 +9,12 @@ output.
 import torch
 
 from dsv4.kernels.rope import inverse_frequencies
-from dsv4.model.config import LayerKind, Linear, Llama3, ModelConfig
+from dsv4.model.config import Linear, Llama3, ModelConfig
 from dsv4.model.gqa.rope import llama3
-
-BASES = {LayerKind.WINDOW: "main", LayerKind.CSA: "compress", LayerKind.HCA: "compress"}
 
 
 def frequencies(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """fp32 [qk_rope_head_dim / 2] for each base name of `BASES`."""
+    """fp32 [qk_rope_head_dim / 2] for each base that a `LayerSpec.rope` names."""
     d = config.qk_rope_head_dim
     compress = inverse_frequencies(d, config.compress_rope_theta, config.yarn)
     match config.stretch:

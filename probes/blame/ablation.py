@@ -13,6 +13,7 @@ import torch
 from dsv4.probes.blame.consult import left_of
 from dsv4.probes.compare import attended
 from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer
 
 SCALES = {
@@ -44,7 +45,7 @@ def paths(layer: Layer, found: dict, picks: torch.Tensor | None) -> dict[str, to
     """attn_out by which of its branches a query takes."""
     none, T = nobody(found), found["kv_window"].shape[1]
     outs = {"window only": attend(layer, found, none)}
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         outs["selected"] = attend(layer, found, picks)
     if layer.ratio:
         outs["all"] = attend(layer, found, None)
@@ -81,7 +82,9 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
         return {}
     at, n, r, W = found["at"], found["compressed_kv"].shape[1], layer.ratio, layer.config.sliding_window
     chosen = own if own is not None else _first(found, torch.clamp((at + 1) // r, max=n), n)
-    few = (at + 1) // r <= (layer.config.index_topk if r == 4 else n)  # layers that attend to everything visible
+    few = (at + 1) // r <= (
+        layer.config.index_topk if r == kinds.CSA else n
+    )  # layers that attend to everything visible
 
     def ruled(count: torch.Tensor) -> torch.Tensor:
         rows = _first(found, count.clamp(0, n), n)
@@ -97,7 +100,7 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
     recent = torch.where(r * (chosen + 1) - 1 <= at.view(1, -1, 1) - W, chosen, -1)
     known["entries of window tokens left out"] = ("compressed entries", lambda: attend(layer, found, recent))
     known["window only"] = ("compressed entries", lambda: attend(layer, found, nobody(found)))
-    if r == 4:
+    if r == kinds.CSA:
         known["selection of the query before"] = ("selection", lambda: attend(layer, found, own.roll(1, 1)))
         known["all entries"] = ("selection", lambda: attend(layer, found, None))
     if len(found["kv_window"]) > 1:  # rows of a batch
@@ -106,7 +109,7 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
             "rows of the batch",
             lambda: attend(layer, found, own, compressed_kv=first),
         )
-        if r == 4:
+        if r == kinds.CSA:
             known["selection of another row"] = ("selection", lambda: attend(layer, found, own.roll(1, 0)))
     return known
 

@@ -11,6 +11,7 @@ import torch
 
 from dsv4.probes.compare import TOLERANCES
 from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer, rms
 from dsv4.probes.oracle.blocks import hyper_post, hyper_pre, moe
 from dsv4.probes.oracle.config import OracleConfig
@@ -102,7 +103,7 @@ def attention_points(layer: Layer, x: torch.Tensor, given: dict[str, torch.Tenso
     selection = None
     if layer.ratio:
         found["compressed_kv"] = steps.main_kv(layer, compressed(layer, x, "attn.compressor"))
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         found["index_keys"] = layer.store(index_form(layer, compressed(layer, x, "attn.indexer.compressor")))
         q = layer.linear("attn.indexer.wq_b", qr).unflatten(-1, (c.index_n_heads, c.index_head_dim))
         q = index_form(layer, held(layer, steps.rotate_heads(q, positions, layer.frequencies)))
@@ -119,7 +120,7 @@ def compressed(layer: Layer, x: torch.Tensor, name: str) -> torch.Tensor:
     """`steps.compress`, its intermediate values held as activations: before FP8 or FP4 a rounding may move a whole
     step."""
     w = lambda leaf: layer.w(f"{name}.{leaf}")
-    pooled = steps.pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=layer.ratio == 4)
+    pooled = steps.pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=layer.ratio == kinds.CSA)
     entries = held(layer, rms(held(layer, pooled), w("norm.weight"), layer.config.rms_norm_eps))
     return held(layer, steps.rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies))
 

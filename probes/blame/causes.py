@@ -13,6 +13,7 @@ import torch
 
 from dsv4.probes.blame.by_layer import attend, entries_only, expected
 from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer, rms
 from dsv4.probes.oracle.blocks import expert, hyper_post, hyper_pre, moe
 from dsv4.probes.oracle.config import Rotation
@@ -166,8 +167,8 @@ def _outputs(layer: Layer, points: dict) -> dict[str, torch.Tensor]:
         found["only the window is attended to"] = attend(layer, points, none)
     else:
         found["every token is attended to"] = attend(layer, points, none, window=q.shape[1])
-    picks = entries_only(points["selection"], points["index_keys"].shape[1]) if layer.ratio == 4 else None
-    if layer.ratio == 4:
+    picks = entries_only(points["selection"], points["index_keys"].shape[1]) if layer.ratio == kinds.CSA else None
+    if layer.ratio == kinds.CSA:
         found["every entry is attended to, not the selected ones"] = attend(layer, points, None)
     found["the output is not rotated back"] = attend(_Turned(layer, 0 * layer.frequencies), points, picks)
     return found

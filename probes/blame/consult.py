@@ -11,6 +11,7 @@ from dsv4.probes.blame.by_layer import differences, expected, rounded
 from dsv4.probes.blame.causes import MODULES
 from dsv4.probes.blame.swaps import supports, swapped
 from dsv4.probes.compare import oracle_of
+from dsv4.probes.oracle import kinds
 from dsv4.probes.subject import Subject
 
 PARTS = {  # module → the part that probes call it
@@ -40,7 +41,9 @@ def culprit(subject: Subject, i: int, point: str, seed: int = 0) -> tuple[str, s
     oracle, c = oracle_of(subject), subject.config
     oracle.cache = None
     g = torch.Generator().manual_seed(seed)
-    tokens = min(max(TOKENS, 4 * (c.index_topk + 2) if 4 in c.compress_ratios else 0), c.max_position_embeddings)
+    tokens = min(
+        max(TOKENS, kinds.CSA * (c.index_topk + 2) if kinds.CSA in c.compress_ratios else 0), c.max_position_embeddings
+    )
     ids = torch.randint(0, c.vocab_size, (1, tokens), generator=g)
     before = torch.randn(1, tokens, c.hc_mult, c.hidden_size, generator=g).bfloat16().float()
 

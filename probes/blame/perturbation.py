@@ -6,6 +6,7 @@ import torch
 
 from dsv4.probes.compare import attended, zeros_like_ids
 from dsv4.probes.oracle import attention as steps
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer, chosen
 from dsv4.probes.subject import Subject
 
@@ -29,7 +30,7 @@ def judged(layer: Layer, T: int, late: int) -> torch.Tensor:
     ones."""
     W, r, k = layer.config.sliding_window, layer.ratio, layer.config.index_topk
     few = {0, 1, W - 2, W - 1, W, W + 1} | ({r - 2, r - 1, r, 2 * r - 2, 2 * r - 1, 2 * r} if r else set())
-    few |= {4 * k - 2, 4 * k - 1, 4 * k, 4 * k + 3} if r == 4 else set()
+    few |= {r * k - 2, r * k - 1, r * k, r * k + r - 1} if r == kinds.CSA else set()
     return torch.tensor([*sorted(t for t in few if 0 <= t < T - late), *range(max(T - late, 0), T)])
 
 
@@ -46,24 +47,25 @@ def around_window(layer: Layer, t: int) -> tuple[Change, ...]:
     if t < W:
         return ()
     beyond = (Change(t - W, "token just outside the window", False, "window"),)
-    free = ratio == 0 or (ratio == 128 and (t - W) // ratio >= (t + 1) // ratio)
+    free = ratio == 0 or (ratio == kinds.HCA and (t - W) // ratio >= (t + 1) // ratio)
     return (Change(t - W + 1, "oldest token of the window", True, "window"),) + (beyond if free else ())
 
 
 def entries_of(layer: Layer, base: dict, picks: torch.Tensor | None, t: int) -> tuple[Change, ...]:
     """Tokens outside the window: of attended entries, and on CSA layers of entries that are not."""
     n, outside = (t + 1) // layer.ratio if layer.ratio else 0, t - layer.config.sliding_window
-    if layer.ratio == 128:
+    if layer.ratio == kinds.HCA:
         tokens = {layer.ratio // 2, layer.ratio * (n - 1) + 5} if n else set()
         return tuple(
             Change(j, "token of a visible entry", True, "compressed entries") for j in sorted(tokens) if j <= outside
         )
-    if layer.ratio != 4:
+    if layer.ratio != kinds.CSA:
         return ()
     picked, scores = set(picks.tolist()) - {-1}, base["index_scores"][0, -1]
     last = {name: base[name][:1] for name in ("kv_window", "compressed_kv")} | {"at": base["at"][-1:]}
     mass = attended(layer, last | {"q_after_rope": base["q_after_rope"][:1, -1:]}, None)[1]["entries"][0, 0].sum(0)
-    of = {4 * v + 1: [w for w in (v, v + 1) if w < n] for v in range(n) if 4 * v + 1 <= outside}  # token → its entries
+    r = layer.ratio
+    of = {r * v + 1: [w for w in (v, v + 1) if w < n] for v in range(n) if r * v + 1 <= outside}  # token → its entries
     inside = {j: min(scores[w] for w in ws) for j, ws in of.items() if set(ws) <= picked}
     inside = inside or {j: scores[ws[0]] for j, ws in of.items() if ws[0] in picked}
     unselected = {j: max(scores[w] for w in ws) for j, ws in of.items() if not set(ws) & picked}
@@ -79,7 +81,7 @@ def entries_of(layer: Layer, base: dict, picks: torch.Tensor | None, t: int) -> 
 
 def future(layer: Layer, t: int) -> tuple[Change, ...]:
     """The last token of an entry in the middle: nothing before it may notice."""
-    ratio = layer.ratio or 4
+    ratio = layer.ratio or kinds.CSA
     middle = t // 2 // ratio * ratio
     return (Change((middle or ratio) - 1, "later token", False, "causality"),)
 
@@ -89,7 +91,7 @@ def direction(layer: Layer, base: dict, x: torch.Tensor, change: Change, seed: i
     aims = torch.randn(AIMS, x.shape[-1], generator=torch.Generator().manual_seed(seed))
     if change.part != "window":
         return aims[0]
-    size = SIZES[1 if layer.ratio == 4 else 0]  # what is likely to leave the selection
+    size = SIZES[1 if layer.ratio == kinds.CSA else 0]  # what is likely to leave the selection
     rows = (x[change.token] + size * aims).double().unsqueeze(0)
     kv = steps.window_rows(layer, rows, torch.full((AIMS,), change.token))[0]
     return aims[(base["q_after_rope"][0, -1] @ kv.T).amax(0).argmax()]

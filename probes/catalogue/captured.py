@@ -9,6 +9,7 @@ import torch
 from dsv4.cache.linear import Cache
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.probes.compare import agreeing, token_errors, tokens, window_of
+from dsv4.probes.oracle import kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.buffers import Buffer, buffers, poison
@@ -28,7 +29,6 @@ PARTS = {
     "values": "values",
 }
 # Computed from a layer's input alone:
-DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
 OF_GQA = ("keys", "values")
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
 BACK = 3  # most tokens that a scenario rewinds
@@ -204,7 +204,9 @@ def starts_of(config) -> list[int]:
     """
     if isinstance(config, GQAConfig):
         return [0, 126, -(-(window_of(config) + 2) // 128) * 128 + 21]
-    most = max(4 * (config.index_topk + 2) if 4 in config.compress_ratios else 0, config.sliding_window + 2)
+    most = max(
+        kinds.CSA * (config.index_topk + 2) if kinds.CSA in config.compress_ratios else 0, config.sliding_window + 2
+    )
     return [0, 126, -(-most // 128) * 128 + 21]
 
 
@@ -244,7 +246,7 @@ def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
     step = min(number for number, _, _ in seen.off)
     layer = min(i for number, i, _ in seen.off if number == step)
     found = [stream for number, i, stream in seen.off if (number, i) == (step, layer)]
-    mine = OF_GQA if subject.family == "gqa" else DIRECT[subject.config.compress_ratios[layer]]
+    mine = OF_GQA if subject.family == "gqa" else kinds.DIRECT[subject.config.compress_ratios[layer]]
     if layer and set(mine) <= set(found):
         return (
             f"layer {layer - 1}",

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dsv4.errors import ConfigError
-from dsv4.model.config import KIND_OF_RATIO, ModelConfig
+from dsv4.model.config import ModelConfig
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
@@ -348,13 +349,13 @@ def effective(config: ModelConfig, key: str, requested):
 def row_of(own: OracleConfig, ratio: int) -> str:
     """A line of the layer table from config.json: θ is that of layers that compress or do not (specification 3)."""
     theta = (own.compress if ratio else own.main).theta
-    return _row(KIND_OF_RATIO[ratio].value, ratio, theta, own.index_topk if ratio == 4 else 0)
+    return _row(kinds.NAMES[ratio], ratio, theta, own.index_topk if ratio == kinds.CSA else 0)
 
 
 def row_of_config(config: ModelConfig, layer: int) -> str:
     ratio = config.compress_ratios[layer]
     theta = config.compress_rope_theta if ratio else config.rope_theta
-    return _row(config.kind(layer).value, ratio, theta, config.index_topk if ratio == 4 else 0)
+    return _row(config.layers[layer].kind.value, ratio, theta, config.index_topk if ratio == kinds.CSA else 0)
 
 
 def row_of_model(subject: Subject, layer: int) -> str:
@@ -375,7 +376,7 @@ def ratio_in_file(subject: Subject, prefix: str) -> int:
     indexer = f"{prefix}.attn.indexer.wq_b.weight" in subject.files.sources
     if ape is None:
         return -1 if indexer else 0
-    return ape.shape[0] if indexer == (ape.shape[0] == 4) else -1
+    return ape.shape[0] if indexer == (ape.shape[0] == kinds.CSA) else -1
 
 
 if __name__ == "__main__":

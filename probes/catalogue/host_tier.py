@@ -19,6 +19,7 @@ from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.model.gqa.choice import Attention
 from dsv4.probes.compare import tokens
+from dsv4.probes.oracle import kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, vacuous
 from dsv4.probes.scenes.control import attempted_all
@@ -150,7 +151,7 @@ class HostTier(Probe):
 
     def _entries(self, subject: Subject) -> list[Check]:
         c = subject.config
-        if 4 not in c.compress_ratios:
+        if kinds.CSA not in c.compress_ratios:
             return [vacuous(self.title, "no layer chooses among entries", part="host tier")]
         packed = "fp8" in subject.caches  # packed rows are staged in whole pages
         least, more = (-(-n // PAGE) * PAGE if packed else n for n in (c.index_topk, 2 * c.index_topk))

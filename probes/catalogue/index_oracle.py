@@ -19,7 +19,7 @@ from dsv4.probes.compare import (
     steps_of_all_sizes,
     zeros_like_ids,
 )
-from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle import Oracle, kinds
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
 from dsv4.probes.oracle.indexer import KEYS, QUERIES, SCORES, indexed, mistakes
@@ -86,8 +86,8 @@ class IndexOracle(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         c = subject.config
-        layers = [i for i in range(c.num_hidden_layers) if c.compress_ratios[i] == 4]
-        T = 4 * 8 * c.index_topk + 7
+        layers = [i for i in range(c.num_hidden_layers) if c.compress_ratios[i] == kinds.CSA]
+        T = kinds.CSA * 8 * c.index_topk + 7
         if not layers:
             return [vacuous(self.title, "no CSA layer")]
         if T > min(MAX_TOKENS * self.effort, c.max_position_embeddings):

@@ -19,6 +19,7 @@ from dsv4.probes.compare import (
     points_at,
     zeros_like_ids,
 )
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer, chosen
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
@@ -28,7 +29,6 @@ QUIET = {"fp32": 1e-6, "qat:fp32": 1e-6}  # relative change of an output that mu
 QUIET_BF16 = 3e-4  # sums in another order, 1e-6 apart, round one value in some thousand to another bf16
 STEP = 2e-2  # change of an output below which a step of simulated FP8 (6 % of a value, taken or not) is part of it
 SINKS = {"fp32": 1e-3, "native": 0.1, "qat": 0.5, "qat:fp32": 0.05}  # share of a sink's removal in the output
-EXPECTED = {0: "window only", 4: "selected", 128: "all"}
 # change of the output by a sink's removal; below it rounding could look like a share
 LEAST = {"fp32": 1e-3, "native": 2e-3}
 SURE = 5  # standard errors that a share must be off by, and by which a missing sink would show
@@ -99,7 +99,7 @@ def length(subject: Subject, effort: float) -> int:
     """Tokens: 1.5 · k entries, two of HCA, all beyond the window; and at the end an unfinished HCA window longer than
     that."""
     c = subject.config
-    k = c.index_topk if 4 in c.compress_ratios else 0
+    k = c.index_topk if kinds.CSA in c.compress_ratios else 0
     T = c.sliding_window + max(6 * k, 256)
     T += (c.sliding_window + 21 - T) % 128
     return int(min(T, MAX_TOKENS * effort, c.max_position_embeddings))
@@ -140,7 +140,7 @@ def ends_of(case: Case) -> list[int]:
 
 def run_case(case: Case, schedule: tuple[int, ...], where: str) -> Seen:
     points = case.subject.attention(case.i, case.x, zeros_like_ids(case.x), schedule, ("selection",)).points
-    out, csa = points[case.i, "attn_out"].double(), case.layer.ratio == 4
+    out, csa = points[case.i, "attn_out"].double(), case.layer.ratio == kinds.CSA
     mine = lambda rows: {key: v[rows] for key, v in points.items() if key[1] == "selection"}
     of = lambda found, rows: picks_of(mine(rows), case.i, found, found["compressed_kv"].shape[1]) if csa else None
     ends, others = ends_of(case), [0, *range(2, len(out) - 1)]
@@ -154,7 +154,7 @@ def choose(subject: Subject, layer: Layer, i: int, x: torch.Tensor, seed: int) -
     for it."""
     base, last = points_at(layer, x, judged(layer, x.shape[1], LATE)), torch.tensor([x.shape[1] - 1])
     picks = None
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         points = subject.attention(i, x, zeros_like_ids(x), (), ("selection",)).points
         picks = picks_of(points, i, base, base["compressed_kv"].shape[1])[0, -1]
     changes = changes_for(layer, base, picks)
@@ -264,7 +264,7 @@ def later(seen: Seen, quiet: float, name: str, about: dict) -> Check:
 
 def path_checks(seen: Seen) -> list[Check]:
     """Which path the late queries take, how near they are to it, and the queries that see few keys."""
-    case, expected = seen.case, EXPECTED[seen.case.layer.ratio]
+    case, expected = seen.case, kinds.PATHS[seen.case.layer.ratio]
     outs, (limit, share, source) = paths(case.layer, case.base, seen.base), limit_of(case.subject)
     out = seen.out[ends_of(case)][:, case.base["at"]]
     checks = [_path(seen, {name: v[:, -LATE:] for name, v in outs.items()}, out[:, -LATE:])]
@@ -307,7 +307,7 @@ def _blame(seen: Seen, found: torch.Tensor, wanted: torch.Tensor, part: slice, d
 
 def _path(seen: Seen, outs: dict[str, torch.Tensor], out: torch.Tensor) -> Check:
     limit, _, _ = limit_of(seen.case.subject)
-    ratio, expected = seen.case.layer.ratio, EXPECTED[seen.case.layer.ratio]
+    ratio, expected = seen.case.layer.ratio, kinds.PATHS[seen.case.layer.ratio]
     distance = {name: at_share(apart(out, v, outs[expected]), 0.5) for name, v in outs.items()}
     power = min(at_share(far(v, outs[expected]), 0.5) for name, v in outs.items() if name != expected)
     nearest, note = min(distance, key=distance.get), "; ".join(f"{name} {d:.2g}" for name, d in distance.items())

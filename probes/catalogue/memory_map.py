@@ -12,11 +12,12 @@ from dsv4.cache.linear import DEFAULT_MAX_REWIND
 from dsv4.cache.rows import Entries
 from dsv4.cache.streams import Stream, cache_streams, zeros
 from dsv4.errors import CapacityError
-from dsv4.model.config import KIND_OF_RATIO, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.gqa.cache import cache_streams as gqa_streams
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.step import Step
 from dsv4.probes.compare import tokens, window_of
+from dsv4.probes.oracle import kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.scenes.buffers import buffers
@@ -308,8 +309,8 @@ def formula(
         ring = batch * (config.sliding_window + DEFAULT_MAX_REWIND + 9 * label.startswith("mtp"))
         sizes[label, "window"] = pages("window", ring) if "window" in packed else ring * config.head_dim * width
         parts = [("main", "entries", config.head_dim)] if ratio else []
-        parts += [("index", "index keys", config.index_head_dim)] if ratio == 4 else []
-        overlap = 2 if ratio == 4 else 1
+        parts += [("index", "index keys", config.index_head_dim)] if ratio == kinds.CSA else []
+        overlap = kinds.OVERLAP[ratio]
         for which, stream, dims in parts:
             sizes[label, f"{which} raw rows"] = batch * (overlap * ratio + DEFAULT_MAX_REWIND) * 2 * overlap * dims * 4
             rows = -(-context // ratio)
@@ -323,7 +324,8 @@ def per_token(config: ModelConfig, width: int, packed: dict[str, Packed]) -> flo
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
     row = lambda stream, dims: packed[stream].page / PAGE if stream in packed else dims * width
     entry, key = row("entries", config.head_dim), row("index keys", config.index_head_dim)
-    return config.compress_ratios.count(4) * (entry + key) / 4 + config.compress_ratios.count(128) * entry / 128
+    csa, hca = (config.compress_ratios.count(ratio) / ratio for ratio in (kinds.CSA, kinds.HCA))
+    return csa * (entry + key) + hca * entry
 
 
 def _kind(config: ModelConfig, label: str) -> str:
@@ -331,7 +333,7 @@ def _kind(config: ModelConfig, label: str) -> str:
     if isinstance(config, GQAConfig):
         return "full" if config.windows[int(i)] is None else "sliding"
     ratio = (config.mtp_compress_ratios if which == "mtp" else config.compress_ratios)[int(i)]
-    return ("MTP " if which == "mtp" else "") + KIND_OF_RATIO[ratio].value
+    return ("MTP " if which == "mtp" else "") + kinds.NAMES[ratio]
 
 
 def _by_kind(config: ModelConfig, sizes: dict) -> Counter:

@@ -10,16 +10,15 @@ import torch
 from dsv4.probes.blame.bisect_report import PARTS
 from dsv4.probes.blame.by_layer import GATE, Difference, attend, differences, entries_only, expected, rounded
 from dsv4.probes.compare import TOLERANCES, agreeing, oracle_of
-from dsv4.probes.oracle import Oracle
+from dsv4.probes.oracle import Oracle, kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import POINTS, Subject
 
-EXPECTED = {0: "window only", 4: "selected", 128: "all"}
 SOURCE = "nearest of the oracle's paths over the recorded values; median of the queries that tell them apart best"
 TELLING = 32  # queries by which the path is judged: those where the nearest other path is furthest away
 NEEDED = ("q_after_rope", "kv_window", "attn_out")
-AT_PATH = {0: "window", 4: "selection", 128: "compressed entries"}
+AT_PATH = {kinds.WINDOW: "window", kinds.CSA: "selection", kinds.HCA: "compressed entries"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def path_check(subject: Subject, oracle: Oracle, i: int, points: dict, exact: di
     if missing:
         return vacuous(name, f"not recorded: {', '.join(missing)}", where=where, part=part)
     outs = paths(layer, {p: _wide(points.get(p, v)) for p, v in exact.items() if p != GATE})
-    wanted = EXPECTED[layer.ratio]
+    wanted = kinds.PATHS[layer.ratio]
     size = outs[wanted].norm(dim=-1).clamp(min=1e-12)
     gaps = lambda a, b: ((a - b).norm(dim=-1) / size).nan_to_num(nan=torch.inf).flatten()
     apart = torch.stack([gaps(out, outs[wanted]) for words, out in outs.items() if words != wanted])
@@ -137,7 +136,7 @@ def paths(layer, points: dict) -> dict[str, torch.Tensor]:
     q = points["q_after_rope"]
     none = torch.full((*q.shape[:2], 1), -1)
     outs = {"window only": attend(layer, points, none)}
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         wanted = entries_only(points["selection"], points["compressed_kv"].shape[1])
         outs["selected"] = attend(layer, points, wanted)
     if layer.ratio:

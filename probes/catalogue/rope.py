@@ -18,7 +18,7 @@ from dsv4.probes.compare import (
     steps_of_all_sizes,
     zeros_like_ids,
 )
-from dsv4.probes.oracle import Oracle, OracleConfig
+from dsv4.probes.oracle import Oracle, OracleConfig, kinds
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
 from dsv4.probes.oracle.config import Rotation
@@ -171,7 +171,7 @@ class Rope(Probe):
     def _back(self, subject: Subject, oracle: Oracle, i: int, x: torch.Tensor, points: dict) -> Check:
         """The rotation of the output back at the query's position."""
         layer, found, positions = oracle.layer(i), oracle.attention_layer(i, x), torch.arange(x.shape[1])
-        selection = picks_of(points, i, found, found["compressed_kv"].shape[1]) if layer.ratio == 4 else None
+        selection = picks_of(points, i, found, found["compressed_kv"].shape[1]) if layer.ratio == kinds.CSA else None
         o, _ = attended(layer, found, selection)
         forms = {"rotated back": o}
         forms["not rotated back"] = steps.rotate_heads(o, positions, layer.frequencies)
@@ -205,7 +205,7 @@ def rotated_things(layer: Layer, x: torch.Tensor, starts: torch.Tensor) -> list[
     ]
     if layer.ratio:
         things.append(_entries(layer, x, "attn.compressor", "compressed_kv", main, "compressed entries"))
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         form = lambda values: layer.store(steps.index_form(layer, values))
         things.append(_entries(layer, x, "attn.indexer.compressor", "index_keys", form, "indexer keys"))
     return things

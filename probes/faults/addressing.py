@@ -62,9 +62,7 @@ def rings_without_room_to_rewind(site: Site) -> None:
     real = site.patch(
         sizes,
         "layer_streams",
-        lambda config, label, ratio, batch, context, rewind, numerics: real(
-            config, label, ratio, batch, context, 0, numerics
-        ),
+        lambda config, spec, batch, context, rewind, numerics: real(config, spec, batch, context, 0, numerics),
     )
 
 

@@ -270,9 +270,9 @@ def pooling_in_bf16(site: Site) -> None:
 def compressed_buffers_of_the_raw_length(site: Site) -> None:
     """Buffers of entries and index keys are sized by raw tokens: `ratio` times what is needed."""
 
-    def layer_streams(config, label, ratio, *rest):
-        plan = real(config, label, ratio, *rest)
-        wide = lambda s: replace(s, shape=(s.shape[0], s.shape[1] * ratio, s.shape[2]))
+    def layer_streams(config, spec, *rest):
+        plan = real(config, spec, *rest)
+        wide = lambda s: replace(s, shape=(s.shape[0], s.shape[1] * spec.ratio, s.shape[2]))
         return replace(plan, streams=tuple(wide(s) if s.name in ("entries", "index keys") else s for s in plan.streams))
 
     real = site.patch(sizes, "layer_streams", layer_streams)
@@ -282,11 +282,11 @@ def compressed_buffers_of_the_raw_length(site: Site) -> None:
 def compressor_state_of_one_window(site: Site) -> None:
     """The state of an overlapping compressor has room for one window beside what may be rewound, not two."""
 
-    def layer_streams(config, label, ratio, *rest):
-        plan = real(config, label, ratio, *rest)
-        short = lambda s: replace(s, shape=(s.shape[0], s.shape[1] - ratio, s.shape[2]))
+    def layer_streams(config, spec, *rest):
+        plan = real(config, spec, *rest)
+        short = lambda s: replace(s, shape=(s.shape[0], s.shape[1] - spec.ratio, s.shape[2]))
         streams = tuple(short(s) if s.name.endswith("raw rows") else s for s in plan.streams)
-        return replace(plan, streams=streams) if ratio == 4 else plan
+        return replace(plan, streams=streams) if spec.overlap > 1 else plan
 
     real = site.patch(sizes, "layer_streams", layer_streams)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from dsv4.cost_model import csa, fit, gqa, latent, session, step
 from dsv4.cost_model.fit import CostModel, Price
 from dsv4.kernels.cache_rows import pack_layout
-from dsv4.model.config import LayerKind
+from dsv4.model.spec import LayerKind
 from dsv4.probes.faults import Site, mutation
 
 GROUPED = dict(probes=("cost_model",), profile="qwen2")
@@ -171,7 +171,7 @@ def index_scores_are_counted_once(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("hca entries, at CSA's ratio",), **LATENT)
 def hca_counted_at_the_ratio_of_csa(site: Site) -> None:
     """Entries of HCA are counted one every 4 tokens; they are one every 128."""
-    site.patch_item(latent.RATIOS, LayerKind.HCA, 4)
+    site.patch(latent.LatentGeometry, "ratio", lambda g, kind: g.csa_ratio)
 
 
 @mutation("1.19", bugs=(), parts=("csa entries, every entry",), **LATENT)
@@ -180,14 +180,16 @@ def entries_that_are_not_picked_are_counted(site: Site) -> None:
     site.patch(
         latent.LatentGeometry,
         "entries",
-        lambda g, kind, context: 0 if kind is LayerKind.WINDOW else context // latent.RATIOS[kind],
+        lambda g, kind, context: 0 if kind is LayerKind.WINDOW else context // g.ratio(kind),
     )
 
 
 @mutation("1.19", bugs=(), parts=("scored where nothing is to be chosen",), **LATENT)
 def index_counted_where_nothing_is_chosen(site: Site) -> None:
     """Index keys are counted also where every entry is selected and none is scored."""
-    site.patch(latent.LatentGeometry, "scored", lambda g, kind, context: context // 4 if kind is LayerKind.CSA else 0)
+    site.patch(
+        latent.LatentGeometry, "scored", lambda g, kind, context: context // g.csa_ratio if kind is LayerKind.CSA else 0
+    )
 
 
 @mutation("1.19", bugs=(), parts=("windows that are not complete",), **LATENT)

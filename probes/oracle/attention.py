@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.oracle.formats import hadamard, simulate_fp4, simulate_fp8
 from dsv4.probes.oracle.weights import Weights
@@ -119,7 +120,7 @@ def compress(layer: Layer, x: torch.Tensor, name: str) -> torch.Tensor:
     """x [B, T, d] → entries [B, n, D] of the compressor called `name`: pooled, normed, rotated at position ratio·w
     (§3)."""
     w = lambda leaf: layer.w(f"{name}.{leaf}")
-    pooled = pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=layer.ratio == 4)
+    pooled = pool(x, w("wkv.weight"), w("wgate.weight"), w("ape"), layer.ratio, overlap=layer.ratio == kinds.CSA)
     entries = rms(pooled, w("norm.weight"), layer.config.rms_norm_eps)
     return rotate(entries, layer.ratio * torch.arange(entries.shape[1]), layer.frequencies)
 
@@ -230,7 +231,7 @@ def attention_layer(layer: Layer, x: torch.Tensor) -> dict[str, torch.Tensor]:
     entries, selection = x.new_empty(x.shape[0], 0, c.head_dim), None
     if layer.ratio:
         entries = found["compressed_kv"] = main_kv(layer, compress(layer, x, "attn.compressor"))
-    if layer.ratio == 4:
+    if layer.ratio == kinds.CSA:
         keys = found["index_keys"] = index_keys(layer, x)
         scores = found["index_scores"] = index_scores(
             index_queries(layer, qr, positions), index_weights(layer, x), keys, positions, layer.ratio

@@ -13,6 +13,7 @@ import torch
 from dsv4.cache.linear import Cache
 from dsv4.kernels.cache_rows import PackedRows, decode_rows
 from dsv4.model.gqa.cache import GroupedCache
+from dsv4.probes.oracle import kinds
 from dsv4.probes.scenes.layouts import Packed, packed_streams
 
 UNWRITTEN = 255  # a byte that makes NaN in fp32, bf16, E4M3 and E8M0
@@ -115,7 +116,7 @@ def buffers(subject, cache: Cache, mtp: bool = True) -> Iterator[Buffer]:
     packed = packed_streams(subject.config, subject.caches)
     layers = cache.layers + cache.mtp_layers if mtp else cache.layers
     for plan, layer in zip(cache.plan, layers, strict=mtp):
-        overlap = 2 if plan.ratio == 4 else 1
+        overlap = kinds.OVERLAP[plan.ratio]
         for stream, tensor in layer.tensors.items():
             form, ring = packed.get(stream), stream == "window" or stream.endswith("raw rows")
             keep = subject.config.sliding_window - 1 if stream == "window" else overlap * plan.ratio - 1

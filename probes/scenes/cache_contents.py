@@ -12,6 +12,7 @@ from dsv4.cache.linear import Cache
 from dsv4.cache.paged import PagedCache, Snapshot
 from dsv4.model.gqa.cache import BLOCK, GroupedCache
 from dsv4.probes.compare import agreeing
+from dsv4.probes.oracle import kinds
 from dsv4.probes.result import Check, compare
 from dsv4.probes.scenes.buffers import UNWRITTEN, Buffer, buffers, head_buffers
 from dsv4.probes.scenes.layouts import PAGE, Packed, packed_streams
@@ -31,7 +32,6 @@ PARTS = {
     "mean": "means of blocks",
 }
 # made of a layer's input
-DIRECT = {0: ("window",), 4: ("window", "main raw rows", "index raw rows"), 128: ("window", "main raw rows")}
 OF_GQA = ("keys", "values")  # the same of every layer of a GQA model
 SAME = "the same operations on the same numbers in the same order: equal bytes, whatever the numerics"
 
@@ -148,7 +148,7 @@ def positions(
     if stream == "window":
         return torch.arange(max(0, length - subject.config.sliding_window + 1), length)
     if stream.endswith("raw rows"):
-        overlap = ratio if ratio == 4 else 0
+        overlap = (kinds.OVERLAP[ratio] - 1) * ratio
         return torch.arange(max(0, length // ratio * ratio - overlap), length)
     return torch.arange(length // ratio)
 
@@ -202,7 +202,7 @@ def first_of(subject: Subject, bad: dict[tuple[str, str], int]) -> tuple[str, st
     streams = [stream for at, stream in bad if at == label]
     if not label.startswith("mtp"):
         layer = int(label.rpartition(" ")[2])
-        made = OF_GQA if subject.family == "gqa" else DIRECT[subject.config.compress_ratios[layer]]
+        made = OF_GQA if subject.family == "gqa" else kinds.DIRECT[subject.config.compress_ratios[layer]]
         if layer and set(made) <= set(streams):
             return f"layer {layer - 1}", "layer output"
     return label, PARTS[next(stream for stream in PARTS if stream in streams)]

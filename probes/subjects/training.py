@@ -68,7 +68,7 @@ class TrainingSubject(OurSubject):
         """See `Subject.block`: the layer's module on a whole sequence."""
         want, model, block = check_points(want), self.model, self.model.layers[layer]
         self._refuse(ids, [()])
-        held = SequenceLayer(self.config.kind(layer), self.config.compress_ratios[layer])
+        held = SequenceLayer(self.config.layers[layer])
         timeline = Timeline(*ids.shape)
         with _SequenceTaps(timeline, want) as taps:
             taps.block(layer, block)

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from dsv4.model.config import LayerKind
 from scripts.bench.decode import Compiles, context_name, row_bytes
 from scripts.bench.timing import Machine
 from scripts.bench.waits import counted_syncs
@@ -92,12 +91,12 @@ def _attention(model, block, layer, i: int, tokens: int, chunks: list[int]) -> I
     c, H, D = model.config, model.config.num_attention_heads, model.config.head_dim
     window = causal(tokens, 1, c.sliding_window)
     moved, keys = 2 * tokens * H * D * model.numerics.activation.itemsize, window
-    if block.kind is not LayerKind.WINDOW:
+    if block.spec.compresses:
         ratio = block.attn.ratio
-        keys += causal(tokens, ratio, c.index_topk if block.kind is LayerKind.CSA else None)
+        keys += causal(tokens, ratio, c.index_topk if block.spec.selects else None)
         ends = [sum(chunks[: j + 1]) for j in range(len(chunks))]
         moved += sum(end // ratio for end in ends) * row_bytes(layer.main.entries.flat)
-    if block.kind is LayerKind.CSA:
+    if block.spec.selects:
         scored = causal(tokens, ratio) if tokens // ratio > c.index_topk else 0
         read = sum(end // ratio for end in ends) * row_bytes(layer.index.entries.flat)
         queries = tokens * c.index_n_heads * c.index_head_dim * model.numerics.activation.itemsize

@@ -10,8 +10,9 @@ from dsv4.cache.linear import Cache
 from dsv4.cache.streams import CHAINED, cache_streams
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.loaders.expected import preset
-from dsv4.model.config import LayerKind, ModelConfig
+from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import NUMERICS
+from dsv4.model.spec import LayerKind
 from dsv4.runtime.memory import cache_rows
 from dsv4.units import format_bytes, parse_count
 

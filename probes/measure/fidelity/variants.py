@@ -11,7 +11,8 @@ from dsv4.model.causal import CausalLM, TokenCache
 from dsv4.model.gqa.choice import NAMES
 from dsv4.model.gqa.model import GQAModel
 from dsv4.probes.measure.recall.mass import window_only
-from dsv4.probes.measure.recall.observe import CSA_RATIO, csa_layers
+from dsv4.probes.measure.recall.observe import csa_layers
+from dsv4.probes.oracle import kinds
 from dsv4.probes.scenes.patching import replaced
 
 
@@ -51,7 +52,7 @@ class Variant:
     def keeps_all(self, context: int) -> bool:
         """Whether nothing is left out of `context` tokens: a measurement there proves nothing."""
         if self.k is not None and not self.exact:
-            return self.k >= context // CSA_RATIO
+            return self.k >= context // kinds.CSA
         return not self.control and (self.budget is None or self.budget >= context)
 
     def about(self) -> dict:
@@ -82,19 +83,19 @@ def csa_variants(model: CausalLM, ks: list[int] | None, longest: int) -> list[Va
     ks = sorted({*(ks or [max(1, own // 4), max(1, own // 2), 2 * own]), own})
     if ks[0] < 1:
         raise InputError(f"--topk {ks[0]}; expected at least 1")
-    found = [of_csa(-(-longest // CSA_RATIO), exact=True)]
+    found = [of_csa(-(-longest // kinds.CSA), exact=True)]
     found += [of_csa(k, window=model.config.sliding_window, own=k == own) for k in ks]
     return [*found, Variant("window only", window_only, model.config.sliding_window, control=True)]
 
 
 def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> Variant:
-    """All CSA layers select k entries; each stands for the CSA_RATIO tokens that end with it."""
+    """All CSA layers select k entries; each stands for the `kinds.CSA` tokens that end with it."""
     name = "dense over entries" if exact else f"k = {k}{' (own)' if own else ''}"
 
     def switch(model: CausalLM) -> AbstractContextManager:
         return replaced([model.layers[i].attn.indexer for i in csa_layers(model.config)], "topk", k)
 
-    return Variant(name, switch, None if exact else window + CSA_RATIO * k, exact, own, k=k)
+    return Variant(name, switch, None if exact else window + kinds.CSA * k, exact, own, k=k)
 
 
 # ---- policies of a GQA model ----------------------------------------------------------------

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsv4.probes.measure.recall.observe import CSA_RATIO, Seen
+from dsv4.probes.measure.recall.observe import Seen
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import chosen, select
 
 BINS = 32  # of distance: the window, then by powers of two
@@ -34,7 +35,7 @@ def tally(seen: Seen, k: int, topk: int, margin: float, window: int) -> Tally:
     window: tokens of the first bin of distances.
     """
     n = seen.scores.shape[-1]
-    visible = (seen.positions + 1) // CSA_RATIO
+    visible = (seen.positions + 1) // kinds.CSA
     own = seen.selection if k == topk else select(seen.scores.double().unsqueeze(0), k)[0]
     picked = mask(own, n)
     best, size = mask(select(seen.exact.unsqueeze(0), k)[0], n), visible.clamp(max=k).double()
@@ -107,7 +108,7 @@ def _distances(
     positions: torch.Tensor, picked: torch.Tensor, best: torch.Tensor, mass: torch.Tensor, window: int
 ) -> torch.Tensor:
     """BY_DISTANCE [5, BINS], by tokens from an entry's last token to the query."""
-    last = CSA_RATIO * torch.arange(picked.shape[-1]) + CSA_RATIO - 1
+    last = kinds.CSA * torch.arange(picked.shape[-1]) + kinds.CSA - 1
     distance = positions.unsqueeze(1) - last
     bins = (distance / window).log2().floor().long() + 1
     bins = torch.where(distance < window, 0, bins).clamp(max=BINS - 1)

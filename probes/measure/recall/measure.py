@@ -9,9 +9,10 @@ from dsv4.probes.measure.recall import needles
 from dsv4.probes.measure.recall.figures import Tally, row, tally
 from dsv4.probes.measure.recall.haystack import CHANCE, FORMAT
 from dsv4.probes.measure.recall.needles import Limits
-from dsv4.probes.measure.recall.observe import CSA_RATIO, Oracles, Seen, csa_layers, observe_capture, observe_model
+from dsv4.probes.measure.recall.observe import Oracles, Seen, csa_layers, observe_capture, observe_model
 from dsv4.probes.measure.recall.settings import LEAST, Settings
 from dsv4.probes.measure.recall.text import Text, rows_of
+from dsv4.probes.oracle import kinds
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subject import Subject
 
@@ -75,7 +76,7 @@ def rows_of_figures(
                     {
                         "layer": layer,
                         "context": context,
-                        "n_comp": context // CSA_RATIO,
+                        "n_comp": context // kinds.CSA,
                         "k": k,
                         "what_if": k != topk,
                         "status": status,
@@ -123,7 +124,7 @@ def gate(rows: list[dict]) -> Check:
 
 def _instead(rows: list[dict]) -> str:
     ks = sorted({r["k"] for r in rows})
-    tokens = CSA_RATIO * LEAST * GATE_K
+    tokens = kinds.CSA * LEAST * GATE_K
     longest = max(r["context"] for r in rows)
     said = f"measured were k = {', '.join(map(str, ks))} in contexts up to {longest:,} tokens"
     return f"{said}; --k {GATE_K} --context {tokens} measures it" + ("" if GATE_K in ks else ", as a what-if")

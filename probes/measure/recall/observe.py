@@ -15,11 +15,11 @@ from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.compare import oracle_of
 from dsv4.probes.measure.recall.mass import by_blocks, row_mass, watched
 from dsv4.probes.measure.recall.oracle import GrowingOracle
+from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer
 from dsv4.probes.subject import Subject
 from dsv4.units import format_bytes
 
-CSA_RATIO = 4
 WANTED = ("attn_in", "q_after_rope", "kv_window", "compressed_kv", "index_scores", "selection")
 MOST_CAPTURED = 8 << 30  # bytes of a subject that can only be captured whole
 PIECE = 256  # tokens a step of such a subject
@@ -49,7 +49,7 @@ Progress = Callable[[int], None]
 
 
 def csa_layers(config) -> list[int]:
-    return [i for i in range(config.num_hidden_layers) if config.compress_ratios[i] == CSA_RATIO]
+    return [i for i in range(config.num_hidden_layers) if config.compress_ratios[i] == kinds.CSA]
 
 
 class Oracles:
@@ -167,7 +167,7 @@ def observe_capture(
 
 
 def check_room(config, batch: int, tokens: int) -> None:
-    n = tokens // CSA_RATIO
+    n = tokens // kinds.CSA
     width = config.vocab_size + len(csa_layers(config)) * (
         n + config.index_topk + config.hidden_size + (config.num_attention_heads + 1) * config.head_dim
     )
@@ -189,14 +189,14 @@ def _slice(
     context: int,
 ) -> Seen:
     """The queries at positions t [Q] of one row's captured points."""
-    n, W = int(t[-1] + 1) // CSA_RATIO, config.sliding_window
+    n, W = int(t[-1] + 1) // kinds.CSA, config.sliding_window
     back = t.unsqueeze(1) + torch.arange(1 - W, 1)
     mass = by_blocks(
         of["q_after_rope"][t],
         of["kv_window"][back.clamp(min=0)],
         back < 0,
         of["compressed_kv"][:n],
-        (t + 1) // CSA_RATIO,
+        (t + 1) // kinds.CSA,
         sink,
         config.softmax_scale,
     )

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from dsv4.errors import InputError
-from dsv4.probes.measure.recall.observe import CSA_RATIO, csa_layers
+from dsv4.probes.measure.recall.observe import csa_layers
+from dsv4.probes.oracle import kinds
 
 LEAST = 8  # entries a pick, below which chance alone scores more than 1/8 (known_bugs 0.2)
 
@@ -25,7 +26,7 @@ class Settings:
     seed: int
 
     def is_vacuous(self, context: int, k: int) -> bool:
-        return context // CSA_RATIO < LEAST * k
+        return context // kinds.CSA < LEAST * k
 
 
 def settle(
@@ -47,7 +48,7 @@ def settle(
         raise InputError("the checkpoint has no CSA layer (compress_ratio 4): no indexer selects anything")
     longest = min(longest or config.max_position_embeddings, config.max_position_embeddings)
     ks = sorted(set(ks or [config.index_topk]))
-    least = CSA_RATIO * LEAST * ks[-1]
+    least = kinds.CSA * LEAST * ks[-1]
     contexts = sorted(set(contexts or [n for n in (least, 2 * least) if n <= longest] or [longest]))
     if ks[0] < 1 or rows < 1 or queries < 2 or needles < 0:
         raise InputError(
@@ -72,9 +73,9 @@ def settle(
 
 
 def refusal(context: int, k: int, longest: int) -> str:
-    n, least = context // CSA_RATIO, CSA_RATIO * LEAST * k
+    n, least = context // kinds.CSA, kinds.CSA * LEAST * k
     instead = (
-        f"use --context {least} or more" if least <= longest else f"use --k {longest // CSA_RATIO // LEAST} or less"
+        f"use --context {least} or more" if least <= longest else f"use --k {longest // kinds.CSA // LEAST} or less"
     )
     return (
         f"a context of {context} tokens has n_comp = {n} entries, fewer than {LEAST} · k = {LEAST * k}: chance alone "

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from dsv4.kernels.block_choice import Policy
 from dsv4.loaders.expected import preset
-from dsv4.model.config import KIND_OF_RATIO, LayerKind
 from dsv4.probes.measure.fidelity.document import PIECE, ModelSubject
 from dsv4.probes.measure.fidelity.variants import is_gqa
 from dsv4.probes.measure.recall.needles import Limits
 from dsv4.probes.measure.recall.text import Text, rows_of
 from dsv4.probes.measure.termination import measure
 from dsv4.probes.measure.termination.settings import WHOLE, Settings
+from dsv4.probes.oracle import kinds
 from dsv4.probes.report import schema
 from dsv4.probes.report.json_report import strict
 from dsv4.probes.report.provenance import provenance
@@ -22,7 +22,6 @@ SCHEMA = Path(__file__).resolve().parents[2] / "schema" / f"termination-{VERSION
 # of tiles: what must be skipped, when probing costs up to 2 % of the time and tiles are fetched ahead of it
 PAYS = 0.1
 FAITHFUL = 0.01  # relative error that 99 of 100 heads keep to
-HCA_RATIO = next(ratio for ratio, kind in KIND_OF_RATIO.items() if kind is LayerKind.HCA)
 
 
 def measured(
@@ -100,7 +99,7 @@ def geometries(settings: Settings) -> list[dict]:
         window, most = raw["sliding_window"], raw["max_position_embeddings"]
         sets = {f"CSA of {name}: {window} window rows, {raw['index_topk']:,} entries": window + raw["index_topk"]}
         sets |= {
-            f"HCA of {name} at {n >> 10}K: {window} window rows, {n // HCA_RATIO:,} entries": window + n // HCA_RATIO
+            f"HCA of {name} at {n >> 10}K: {window} window rows, {n // kinds.HCA:,} entries": window + n // kinds.HCA
             for n in (128 << 10, most)
         }
         for label, rows in sets.items():

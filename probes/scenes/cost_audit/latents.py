@@ -18,7 +18,7 @@ def counted(
     inputs of its indexer's products); index_scores: the operation that makes them."""
     found, known = Counter(), {}
     for call in calls:
-        kind = config.kind(call.layer).value
+        kind = config.layers[call.layer].kind.value
         if kind not in known:
             known[kind] = _attention(watched.real[call.name], call, kind)
         found.update(known[kind])

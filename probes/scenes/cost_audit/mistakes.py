@@ -9,6 +9,7 @@ from dsv4.loaders.write import tensor_bytes
 from dsv4.model.config import ModelConfig
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.numerics import Numerics
+from dsv4.probes.oracle import kinds
 
 Mistakes = dict[str, dict[str, int]]
 
@@ -69,8 +70,8 @@ def _grouped(c: GQAConfig, numerics: Numerics, batch: int, context: int, policy:
 def _latents(c: ModelConfig, numerics: Numerics, batch: int, context: int) -> Mistakes:
     plain = numerics.cache.itemsize
     row, key = (batch * plain * dims for dims in (c.head_dim, c.index_head_dim))
-    csa, hca, every = (c.compress_ratios.count(4), c.compress_ratios.count(128), len(c.compress_ratios))
-    seen, W, k = context // 4, min(c.sliding_window, context), c.index_topk
+    csa, hca, every = (c.compress_ratios.count(kinds.CSA), c.compress_ratios.count(kinds.HCA), len(c.compress_ratios))
+    seen, W, k = context // kinds.CSA, min(c.sliding_window, context), c.index_topk
     sized = lambda size, causes: {cause: n * size for cause, n in causes.items()}
     return {
         "window": sized(
@@ -87,7 +88,7 @@ def _latents(c: ModelConfig, numerics: Numerics, batch: int, context: int) -> Mi
             {
                 "not counted": 0,
                 "every entry": csa * seen,
-                "windows that are not complete": csa * min(k, -(-context // 4)),
+                "windows that are not complete": csa * min(k, -(-context // kinds.CSA)),
                 "at HCA's ratio": csa * min(k, context // 128),
                 "rows as plain numbers": csa * min(k, seen),
             },
@@ -107,7 +108,7 @@ def _latents(c: ModelConfig, numerics: Numerics, batch: int, context: int) -> Mi
             {
                 "not counted": 0,
                 "scored where nothing is to be chosen" if seen <= k else "keys as plain numbers": csa * seen,
-                "windows that are not complete": csa * -(-context // 4),
+                "windows that are not complete": csa * -(-context // kinds.CSA),
             },
         ),
     }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dsv4.probes.oracle import kinds
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.engine_dumps.pieces import WrongShape
 
@@ -14,7 +15,7 @@ TELL = "correct the renaming table, or leave the name out with `false`"
 def layers_of(point: str, ratio: int) -> bool:
     """Whether a layer of that compression ratio has the point."""
     if point in ("index_keys", "index_scores", "selection"):
-        return ratio == 4
+        return ratio == kinds.CSA
     return point != "compressed_kv" or ratio > 0
 
 
