@@ -23,9 +23,8 @@ from dsv4 import load_model
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.host_tier.grouped import host_use
 from dsv4.engine.generate import generate
-from dsv4.model.chat import plain_ids, templated_ids
+from dsv4.model import families
 from dsv4.model.gqa.choice import attention_named
-from dsv4.model.gqa.model import GQAModel
 from dsv4.model.tokenizer import Tokenizer
 from scripts.bench.report import headline, out_folder, provenance, size
 from scripts.places import device_slug, folder
@@ -94,11 +93,7 @@ def prompt(model, checkpoint: str, tokens: int) -> list[int]:
         (ROOT / "README.md").read_text(encoding="utf-8"),
         Tokenizer(ROOT / checkpoint, model.config.vocab_size),
     )
-    ids = (
-        templated_ids(tokenizer, text)
-        if isinstance(model, GQAModel)
-        else plain_ids(tokenizer, text, model.config.bos_token_id)
-    )
+    ids = families.of(model.config).prompt_ids(tokenizer, text, model.config)
     return (ids * (-(-tokens // len(ids))))[:tokens]
 
 

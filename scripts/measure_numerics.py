@@ -28,7 +28,7 @@ def run(path: Path, numerics: str, ids: torch.Tensor):
     model = load_model(path, numerics=numerics, mtp=False)
     picked: dict[int, torch.Tensor] = {}
     for i, layer in enumerate(model.layers):
-        if layer.kind.value == "csa":
+        if layer.spec.selects:
             layer.attn.indexer.register_forward_hook(lambda m, args, out, i=i: picked.__setitem__(i, out[0].clone()))
     logits = model.append(ids, model.new_cache(1, ids.shape[1]), chunk=ids.shape[1])[0]
     return logits, picked, model

@@ -15,10 +15,9 @@ from dsv4.engine.batch import REWIND, BatchEngine
 from dsv4.engine.report import check_can_report, document, request_document, write_report
 from dsv4.engine.requests import Request, Result, read_requests
 from dsv4.errors import InputError
+from dsv4.model import families
 from dsv4.model.causal import CausalLM, capacity
-from dsv4.model.chat import plain_ids, templated_ids
 from dsv4.model.gqa.choice import Attention
-from dsv4.model.gqa.model import GQAModel
 from dsv4.model.tokenizer import Tokenizer
 
 # the command line, of which this is a part, may import the probes; the modules below it may not
@@ -153,9 +152,7 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
             raise InputError(f"{path} has no tokenizer.json; give token_ids")
         if not text:
             raise InputError("the prompt is empty; give it text, or token_ids")
-        if isinstance(model, GQAModel):
-            return templated_ids(tokenizer, text)
-        return plain_ids(tokenizer, text, model.config.bos_token_id)
+        return families.of(model.config).prompt_ids(tokenizer, text, model.config)
 
     return tokenizer, encode
 

@@ -15,8 +15,9 @@ from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.kernels.replacing import Replacement
 from dsv4.loaders.files import read_json
 from dsv4.loaders.load import Inventory
+from dsv4.model import families
 from dsv4.model.causal import CausalLM, captures
-from dsv4.model.chat import chat_ids, plain_ids, templated_ids
+from dsv4.model.chat import chat_ids
 from dsv4.model.config import ModelConfig
 from dsv4.model.dummy import load_dummy
 from dsv4.model.gqa.choice import Attention
@@ -306,7 +307,7 @@ def model_config(checkpoint: Path) -> ModelConfig | GQAConfig:
     """The config of a checkpoint directory, whose shards are found to be there; no weights are read. Raises
     CheckpointError and ConfigError."""
     inventory = Inventory.open(checkpoint)
-    return (GQAConfig.from_dict if inventory.family == "gqa" else ModelConfig.from_official)(inventory.config)
+    return families.of(inventory).read_config(inventory.config)
 
 
 def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig, Tokenizer | None, list[int]]:
@@ -337,9 +338,7 @@ def encode(checkpoint: Path, config: ModelConfig | GQAConfig, request: Request) 
         system = [] if request.system is None else [{"role": "system", "content": request.system}]
         messages = [*system, {"role": "user", "content": request.prompt}]
         return tokenizer, chat_ids(tokenizer, messages, request.think)
-    if isinstance(config, GQAConfig):
-        return tokenizer, templated_ids(tokenizer, request.prompt)
-    return tokenizer, plain_ids(tokenizer, request.prompt, config.bos_token_id)
+    return tokenizer, families.of(config).prompt_ids(tokenizer, request.prompt, config)
 
 
 def speculation_notes(model: CausalLM, together: bool = False) -> list[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import Progress, read_json
 from dsv4.loaders.load import Inventory
-from dsv4.model.gqa.load import check_copies
-from dsv4.model.load import plan_model
+from dsv4.model import families
+from dsv4.model.families import plan_model
 from dsv4.model.numerics import NUMERICS
 
 
@@ -72,6 +72,6 @@ def _verify(inventory: Inventory, ledger: dict, progress: Progress | None) -> No
         except CheckpointError as error:
             ledger["problems"].append(str(error))
     try:
-        check_copies(inventory) if inventory.family == "gqa" else inventory.check_tied()
+        families.of(inventory).check_copies(inventory)
     except CheckpointError as error:
         ledger["problems"].append(str(error))

@@ -7,7 +7,7 @@ transformers) into the official dictionary; this file turns that into checked va
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import cast
+from typing import ClassVar, cast
 
 from dsv4.errors import ConfigError
 from dsv4.model.config_keys import FIXED, HARMLESS, IN_QUANTIZATION, NO_ORACLE
@@ -98,6 +98,7 @@ class ModelConfig:
     hash_layers: tuple[int, ...] | None = None
     tie_word_embeddings: bool = False
     never_read: tuple[str, ...] = field(default=(), compare=False)
+    family: ClassVar[str] = "deepseek_v4"
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:

@@ -1,6 +1,5 @@
 """From a checkpoint directory to a model that runs."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,15 @@ from typing import Any
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.errors import ConfigError, InputError
-from dsv4.kernels.quantize import WeightFormat
+from dsv4.errors import InputError
 from dsv4.kernels.replacing import replacements_of
-from dsv4.loaders.expected import check_extent
-from dsv4.loaders.files import DTYPES, Progress
-from dsv4.loaders.ledger import LoadLedger
+from dsv4.loaders.files import Progress
 from dsv4.loaders.load import Inventory
+from dsv4.model import families
 from dsv4.model.causal import CausalLM
-from dsv4.model.config import ModelConfig
-from dsv4.model.deepseek_v4 import Model
-from dsv4.model.gqa import load as gqa
 from dsv4.model.gqa.choice import NOT_GQA, Attention
-from dsv4.model.linear import Storage
-from dsv4.model.numerics import Numerics, numerics_named
-from dsv4.model.pieces import pieces_of, write_parameters
+from dsv4.model.numerics import numerics_named
+from dsv4.model.parameters import write_parameters
 
 
 def load_model(
@@ -63,9 +56,9 @@ def load_model(
     inventory = Inventory.open(path)
     target = resolve_device(device)
     choice = numerics_named(numerics)
-    if inventory.family == "gqa":
-        gqa.check_choices(choice, mtp, device_map is not None, cache, index_cache)
-    elif attention is not None:
+    family = families.of(inventory)
+    family.check_choices(choice, mtp, device_map is not None, cache, index_cache)
+    if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
     if kv_memory is not None and device_map is not None:
         raise InputError(
@@ -73,7 +66,7 @@ def load_model(
             "device: leave out one"
         )
     ran_by = resolve_backend(backend, target, device_map is not None)
-    model = plan_model(inventory, choice.with_caches(cache, index_cache), ran_by, mtp, kernels)
+    model = family.plan(inventory, choice.with_caches(cache, index_cache), ran_by, mtp, kernels)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(
@@ -89,84 +82,9 @@ def load_model(
         return spread(model, device_map, max_memory, target, progress)
     model.to_empty(device=target)
     model.device = target
-    write_parameters(model, pieces_of(model), progress)
-    if inventory.family == "gqa":
-        gqa.check_copies(inventory)
-    else:
-        inventory.check_tied()
+    write_parameters(model, family.pieces(model, ""), progress)
+    family.check_copies(inventory)
     return model
-
-
-def plan_model(
-    inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping[str, Any] | None = None
-) -> CausalLM:
-    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
-    if inventory.family == "gqa":
-        return gqa.plan_model(inventory, numerics, backend, kernels)
-    config = ModelConfig.from_official(inventory.config)
-    check_extent(inventory.sources, config)
-    if mtp is None:
-        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
-    elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):
-        raise ConfigError(
-            f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
-            + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else "")
-        )
-    _check_expert_dtype(inventory)
-    try:
-        with torch.device("meta"):
-            store = lambda name: _storage(inventory, numerics, config, name)
-            model = Model(config, numerics, backend, store, mtp, kernels)
-    except RuntimeError as error:  # more bytes than 64 bits count
-        if "overflow" not in str(error):
-            raise
-        raise ConfigError(
-            f"config.json asks for a tensor that no machine holds ({str(error)[:120]}); correct a width"
-        ) from None
-    model.inventory, model.ledger = inventory, LoadLedger()
-    model.ledger.account(
-        pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory)
-    )
-    return model
-
-
-def _check_expert_dtype(inventory: Inventory) -> None:
-    """Check the format of the routed experts' tensors, if config.json states one."""
-    stated = inventory.config.get("expert_dtype")
-    found = {inventory.formats[n] for n in inventory.formats if ".ffn.experts." in n}
-    allowed = {"fp4": {WeightFormat.MXFP4, WeightFormat.NVFP4}, "fp8": {WeightFormat.FP8}}.get(stated or "")
-    if stated is not None and allowed is None:
-        raise ConfigError(f"config.json has expert_dtype {stated!r}; expected 'fp4' or 'fp8'")
-    if allowed is not None and not found <= allowed:
-        raise ConfigError(
-            f"expert_dtype is {stated!r} in config.json, the experts in the file are "
-            f"{', '.join(sorted(f.value for f in found))}; correct one of them"
-        )
-
-
-def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
-    """The storage of the matrix or vector with this official name."""
-    name = re.sub(r"\.experts\.w", ".experts.0.w", name)  # a stack has the format of its first expert
-    form = inventory.formats.get(name)
-    if form is None or numerics.dense:
-        return Storage()  # the ledger reports absent tensors
-    if form is WeightFormat.DENSE:
-        return Storage(form, DTYPES[inventory.sources[f"{name}.weight"].dtype])
-    scale = DTYPES[inventory.sources[f"{name}.scale"].dtype] if form is WeightFormat.FP8 else None
-    return Storage(form, scale=scale, block=config.weight_block_size)
-
-
-def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
-    """Why a tensor of the file may stay unused."""
-    if re.fullmatch(r"mtp\.\d+\.(emb\.tok_emb|embed|head)\.weight", name):
-        return "a copy of the main model's embedding or head, which MTP shares"
-    if name.startswith("mtp.") and inventory.has_dspark:
-        return "DSpark draft stage, which this does not run"
-    if name.startswith("mtp.") and not mtp:
-        return "MTP is off"
-    if name.endswith(".input_scale"):
-        return "static activation scale of NVFP4 products; activations here are quantised dynamically or not at all"
-    return None
 
 
 def resolve_device(device: str) -> torch.device:

@@ -17,7 +17,8 @@ from dsv4.loaders.files import Progress
 from dsv4.loaders.ledger import Piece, poison
 from dsv4.loaders.load import fill
 from dsv4.model.deepseek_v4 import Model
-from dsv4.model.pieces import pieces_of, write_parameters
+from dsv4.model.families import pieces_of
+from dsv4.model.parameters import write_parameters
 
 WHOLE = ["Block", "MTPBlock"]  # never split: a block's parts use each other's parameters
 

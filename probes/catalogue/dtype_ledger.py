@@ -10,8 +10,8 @@ import torch
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import keeps_value
+from dsv4.model.families import pieces_of
 from dsv4.model.numerics import NUMERICS
-from dsv4.model.pieces import pieces_of
 from dsv4.probes.catalogue.load_ledger import headers, named
 from dsv4.probes.oracle.weights import decode
 from dsv4.probes.probe import Probe

@@ -16,7 +16,7 @@ from dsv4.loaders.expected import official_tensors
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import LoadLedger, poisoned
 from dsv4.loaders.load import Inventory
-from dsv4.model.load import plan_model
+from dsv4.model.families import plan_model
 from dsv4.model.numerics import numerics_named
 from dsv4.probes.oracle.gqa import config_at as gqa_config
 from dsv4.probes.oracle.gqa import tensor_shapes

@@ -12,7 +12,7 @@ from dsv4.loaders import load as reading
 from dsv4.loaders.config_files import read_config
 from dsv4.loaders.convert import convert
 from dsv4.loaders.ledger import LoadLedger
-from dsv4.model import pieces as parameters_of
+from dsv4.model import official, parameters
 from dsv4.model.config import ModelConfig
 from dsv4.probes.faults import Site, mutation
 
@@ -36,9 +36,9 @@ def not_strict(site: Site, start: Callable[[torch.Tensor], None] | None = None) 
         found = [p for p in pieces if all(name in inventory.sources for name in p.names.values())]
         return real(found, inventory, parameters, progress)
 
-    real = site.patch(parameters_of, "fill", fill)
+    real = site.patch(parameters, "fill", fill)
     site.patch(LoadLedger, "check", lambda ledger: None)
-    site.patch(parameters_of, "poison", start or at_random)
+    site.patch(parameters, "poison", start or at_random)
 
 
 def at_random(parameter: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ def two_parameters_share_memory(site: Site) -> None:
 def half_of_a_stack_written_twice(site: Site) -> None:
     """wkv and wgate are both written to the first half of the stacked matrix; the second half never is."""
     real = site.patch(
-        parameters_of,
+        official,
         "_matrix_pieces",
         lambda model, name, module, official, index, part=0, parts=1: real(
             model, name, module, official, index, 0 if name.endswith("wkv_gate") else part, parts

@@ -8,6 +8,7 @@ import torch
 
 from dsv4.errors import InputError
 from dsv4.loaders.load import Inventory
+from dsv4.model import families
 from dsv4.model.config import ModelConfig
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.probes.subject import Subject
@@ -25,7 +26,7 @@ class FilesSubject(Subject):
     def __init__(self, path: str | Path):
         self.files = Inventory.open(path)
         self.family = self.files.family
-        self.config = (GQAConfig.from_dict if self.family == "gqa" else ModelConfig.from_official)(self.files.config)
+        self.config = families.of(self.files).read_config(self.files.config)
         self.name = f"files of {Path(path).name}"
         self.numerics = " + ".join(sorted({form.value for form in self.files.formats.values()}))
         self.provenance = {

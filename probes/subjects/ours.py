@@ -20,9 +20,9 @@ from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.replacing import Replacement
 from dsv4.loaders.ledger import Piece
 from dsv4.model.deepseek_v4 import Model
+from dsv4.model.families import pieces_of
 from dsv4.model.linear import Matrix
 from dsv4.model.load import load_model
-from dsv4.model.pieces import pieces_of
 from dsv4.model.step import Step
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of

@@ -93,7 +93,7 @@ def flash(args) -> dict:
         del cache
     if not all(torch.equal(a, b) for a, b in zip(*logits, strict=True)):
         raise InputError("logits with entries in host memory differ from those of the resident cache")
-    csa = sum(layer.kind.value == "csa" for layer in model.layers)
+    csa = sum(layer.spec.selects for layer in model.layers)
     return {
         "geometry": "flash",
         "layers": len(model.layers),

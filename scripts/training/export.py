@@ -16,7 +16,7 @@ from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import Piece
 from dsv4.loaders.write import tensor_bytes, write_checkpoint
 from dsv4.model.deepseek_v4 import Model
-from dsv4.model.pieces import pieces_of
+from dsv4.model.families import pieces_of
 from scripts.training import state
 from scripts.training.architecture import CONFIG, FP32, build
 from scripts.training.tokenizer import BOS_ID, EOS_ID

@@ -62,7 +62,10 @@ def test_launches_a_layer(model, monkeypatch, batch, most):
     assert [name for name in found if name.startswith("torch ")] == [], found
     assert found["_place"] == found["_embed"] == 1 and found["_inputs"] == len(model.layers)
     for block, begin, end in zip(model.layers, marks, marks[1:] + [len(counted.names) - 3]):
-        assert end - begin <= most[block.kind.value] - block.hashed, (block.kind, counted.names[begin:end])
+        assert end - begin <= most[block.spec.kind.value] - block.spec.hashed, (
+            block.spec.kind,
+            counted.names[begin:end],
+        )
     assert counted.names[-3:-1] == ["_statistics_few", "_merge"] and marks[0] == 2
 
 
@@ -76,8 +79,8 @@ def test_launches_of_a_chunk(model, monkeypatch):
     prefill(model, counted, CHUNK, CHUNK, logits="none")
     for block, begin, end in list(zip(model.layers, marks, marks[1:] + [len(counted.names)]))[3:]:
         names, torchs = counted.names[begin:end], sum(name.startswith("torch ") for name in counted.names[begin:end])
-        triton, other = most[block.kind.value]
-        assert len(names) - torchs <= triton and torchs <= other, (block.kind, names)
+        triton, other = most[block.spec.kind.value]
+        assert len(names) - torchs <= triton and torchs <= other, (block.spec.kind, names)
         assert not {"torch item", "torch _local_scalar_dense"} & set(names)
 
 

@@ -14,9 +14,10 @@ from dsv4.kernels.quantize import WeightFormat
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.ledger import poison, poisoned
 from dsv4.loaders.load import Inventory
-from dsv4.model.load import plan_model, resolve_backend
+from dsv4.model.families import pieces_of, plan_model
+from dsv4.model.load import resolve_backend
 from dsv4.model.numerics import NUMERICS
-from dsv4.model.pieces import pieces_of, write_parameters
+from dsv4.model.parameters import write_parameters
 from tests import checkpoints
 from tests.checkpoints import edit_config
 

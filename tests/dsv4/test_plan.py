@@ -9,7 +9,7 @@ from accelerate import infer_auto_device_map
 
 from dsv4.commands.generate import parse_max_memory
 from dsv4.loaders.load import Inventory
-from dsv4.model.load import plan_model
+from dsv4.model.families import plan_model
 from dsv4.model.numerics import NUMERICS
 from dsv4.model.offload import WHOLE, _places
 from dsv4.runtime import gpus, planning

@@ -107,7 +107,7 @@ def test_bias_changes_the_selection_and_logits_reach_minus_17(run):
     k, lowest = subject.config.num_experts_per_tok, []
     for i, block in enumerate(subject.model.layers):
         logits = inputs[i].float() @ block.ffn.gate.weight.float().T
-        if block.hashed:
+        if block.spec.hashed:
             lowest.append(logits.gather(1, block.ffn.gate.tid2eid[ids[0]]).max(1).values)
             continue
         scores = torch.nn.functional.softplus(logits).sqrt()

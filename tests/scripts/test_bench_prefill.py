@@ -44,7 +44,7 @@ def flash():
 def test_floors_of_a_csa_layer(flash, tokens, scores, attention):
     """perf.md §2: ms of a prompt at 800 TFLOPS, from 131072 · 640 · S and 16384 · S · N / 2 FLOPs."""
     model, cache = flash
-    i = next(i for i, block in enumerate(model.layers) if block.kind.value == "csa")
+    i = next(i for i, block in enumerate(model.layers) if block.spec.kind.value == "csa")
     found = {what: flops for what, _, flops in decode_prefill.parts(model, cache, tokens, 2048)}
     assert found[f"layer {i}, scores"] / 800e9 == pytest.approx(scores, rel=0.03)
     early = 0.14 if tokens == 8192 else 0.02  # the first queries see fewer than 640

@@ -7,6 +7,7 @@ nothing are listed as never read.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from dsv4.errors import ConfigError
 from dsv4.loaders.config_files import DECODERS
@@ -97,6 +98,7 @@ class GQAConfig:
     bos_token_id: int | None
     eos_token_id: tuple[int, ...]
     never_read: tuple[str, ...] = field(default=(), compare=False)
+    family: ClassVar[str] = "gqa"
 
     @property
     def softmax_scale(self) -> float:

@@ -11,6 +11,8 @@ from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import LoadLedger, Piece
 from dsv4.loaders.load import Inventory
+from dsv4.model.chat import templated_ids
+from dsv4.model.family import Family
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
@@ -43,7 +45,9 @@ def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str
         )
 
 
-def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
+def plan_model(
+    inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping | None = None
+) -> GQAModel:
     """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
     config = GQAConfig.from_dict(inventory.config)
 
@@ -60,9 +64,10 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: 
     return model
 
 
-def pieces_of(model: GQAModel) -> list[Piece]:
-    """Every parameter is the tensor of its own name."""
-    return [Piece(name, {"raw": name}, (), tuple(p.shape)) for name, p in model.named_parameters()]
+def pieces_of(model: GQAModel, within: str = "") -> list[Piece]:
+    """Every parameter is the tensor of its own name. within: only of the module of that name."""
+    inside = lambda name: name.startswith(f"{within}." if within else "")
+    return [Piece(name, {"raw": name}, (), tuple(p.shape)) for name, p in model.named_parameters() if inside(name)]
 
 
 def _reason(name: str, config: GQAConfig) -> str | None:
@@ -81,3 +86,16 @@ def check_copies(inventory: Inventory) -> None:
             raise CheckpointError(
                 f"tie_word_embeddings is true in config.json, but {HEAD} is not {EMBEDDING}; correct one of them"
             )
+
+
+FAMILY = Family(
+    name=GQAConfig.family,
+    title="GQA models",
+    read_config=GQAConfig.from_dict,
+    check_choices=check_choices,
+    plan=plan_model,
+    pieces=pieces_of,
+    check_copies=check_copies,
+    prompt_ids=lambda tokenizer, text, config: templated_ids(tokenizer, text),
+    takes_attention=True,
+)

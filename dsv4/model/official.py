@@ -1,0 +1,162 @@
+"""From the files of a DeepSeek-V4 checkpoint to its model: the plan, the ledger, which part of which tensor of the file
+each parameter is."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dsv4.errors import ConfigError
+from dsv4.kernels.quantize import WeightFormat
+from dsv4.loaders.expected import check_extent
+from dsv4.loaders.files import DTYPES
+from dsv4.loaders.ledger import LoadLedger, Piece
+from dsv4.loaders.load import Inventory, matrix_names
+from dsv4.model.chat import plain_ids
+from dsv4.model.config import ModelConfig
+from dsv4.model.deepseek_v4 import Model
+from dsv4.model.family import Family
+from dsv4.model.linear import Matrix, Storage
+from dsv4.model.numerics import Numerics
+
+
+def plan_model(
+    inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping[str, Any] | None = None
+) -> Model:
+    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    config = ModelConfig.from_official(inventory.config)
+    check_extent(inventory.sources, config)
+    if mtp is None:
+        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
+    elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):
+        raise ConfigError(
+            f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
+            + (" (its mtp.* tensors are DSpark draft stages, which this does not run)" if inventory.has_dspark else "")
+        )
+    _check_expert_dtype(inventory)
+    try:
+        with torch.device("meta"):
+            store = lambda name: _storage(inventory, numerics, config, name)
+            model = Model(config, numerics, backend, store, mtp, kernels)
+    except RuntimeError as error:  # more bytes than 64 bits count
+        if "overflow" not in str(error):
+            raise
+        raise ConfigError(
+            f"config.json asks for a tensor that no machine holds ({str(error)[:120]}); correct a width"
+        ) from None
+    model.inventory, model.ledger = inventory, LoadLedger()
+    model.ledger.account(
+        pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory)
+    )
+    return model
+
+
+def _check_expert_dtype(inventory: Inventory) -> None:
+    """Check the format of the routed experts' tensors, if config.json states one."""
+    stated = inventory.config.get("expert_dtype")
+    found = {inventory.formats[n] for n in inventory.formats if ".ffn.experts." in n}
+    allowed = {"fp4": {WeightFormat.MXFP4, WeightFormat.NVFP4}, "fp8": {WeightFormat.FP8}}.get(stated or "")
+    if stated is not None and allowed is None:
+        raise ConfigError(f"config.json has expert_dtype {stated!r}; expected 'fp4' or 'fp8'")
+    if allowed is not None and not found <= allowed:
+        raise ConfigError(
+            f"expert_dtype is {stated!r} in config.json, the experts in the file are "
+            f"{', '.join(sorted(f.value for f in found))}; correct one of them"
+        )
+
+
+def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
+    """The storage of the matrix or vector with this official name."""
+    name = re.sub(r"\.experts\.w", ".experts.0.w", name)  # a stack has the format of its first expert
+    form = inventory.formats.get(name)
+    if form is None or numerics.dense:
+        return Storage()  # the ledger reports absent tensors
+    if form is WeightFormat.DENSE:
+        return Storage(form, DTYPES[inventory.sources[f"{name}.weight"].dtype])
+    scale = DTYPES[inventory.sources[f"{name}.scale"].dtype] if form is WeightFormat.FP8 else None
+    return Storage(form, scale=scale, block=config.weight_block_size)
+
+
+def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
+    """Why a tensor of the file may stay unused."""
+    if re.fullmatch(r"mtp\.\d+\.(emb\.tok_emb|embed|head)\.weight", name):
+        return "a copy of the main model's embedding or head, which MTP shares"
+    if name.startswith("mtp.") and inventory.has_dspark:
+        return "DSpark draft stage, which this does not run"
+    if name.startswith("mtp.") and not mtp:
+        return "MTP is off"
+    if name.endswith(".input_scale"):
+        return "static activation scale of NVFP4 products; activations here are quantised dynamically or not at all"
+    return None
+
+
+def official_name(parameter: str) -> str:
+    """Official tensor name of a parameter that is stored as one tensor."""
+    return re.sub(r"hc_(attn|ffn|head)\.(fn|base|scale)$", r"hc_\1_\2", parameter)
+
+
+def pieces_of(model: Model, within: str = "") -> list[Piece]:
+    """Pieces of every parameter, or of those within the module of that name."""
+    pieces: list[Piece] = []
+    for name, module in model.named_modules():
+        if within and name != within and not name.startswith(f"{within}."):
+            continue
+        if isinstance(module, Matrix):
+            pieces += (
+                _stack_pieces(model, name, module) if module.stacked else _matrix_pieces(model, name, module, name, ())
+            )
+        else:
+            pieces += [
+                Piece(f"{name}.{leaf}", {"raw": official_name(f"{name}.{leaf}")}, (), tuple(p.shape))
+                for leaf, p in module.named_parameters(recurse=False)
+            ]
+    return pieces
+
+
+def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
+    """Several matrices of the file in one parameter, in equal parts of its rows; for experts a stack of those."""
+    base, parts = name.rpartition(".")[0], len(module.stacked)
+    places = (
+        [((e,), f"{base}.{e}") for e in range(model.config.n_routed_experts)]
+        if base.endswith(".experts")
+        else [((), base)]
+    )
+    for index, official in places:
+        for part, leaf in enumerate(module.stacked):
+            yield from _matrix_pieces(model, name, module, f"{official}.{leaf}", index, part, parts)
+
+
+def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index: tuple, part: int = 0, parts: int = 1):
+    stored = model.inventory.formats.get(official, module.storage.format)
+    rows = lambda t: slice(part * t.shape[len(index)] // parts, (part + 1) * t.shape[len(index)] // parts)
+
+    def piece(leaf: str, names: dict) -> Piece:
+        tensor = getattr(module, leaf)
+        where = (*index, part) if leaf == "global_scale" else (*index, rows(tensor)) if parts > 1 else index
+        shape = () if leaf == "global_scale" else tuple(tensor.shape[len(index) :])
+        if parts > 1 and shape:
+            shape = (shape[0] // parts, *shape[1:])
+        return Piece(f"{name}.{leaf}", names, where, shape, model.config.weight_block_size)
+
+    names = matrix_names(official, stored)
+    if not module.quantised and stored is not WeightFormat.DENSE:
+        yield piece("weight", names)  # dequantised
+        return
+    # in a file whose experts differ in format, some show as missing tensors
+    names = matrix_names(official, module.storage.format)
+    for role, leaf in (("weight", "weight"), ("scale", "scale"), ("global", "global_scale")):
+        if role in names:
+            yield piece(leaf, {"raw": names[role]})
+
+
+FAMILY = Family(
+    name=ModelConfig.family,
+    title="DeepSeek-V4 models",
+    read_config=ModelConfig.from_official,
+    check_choices=lambda *choices: None,
+    plan=plan_model,
+    pieces=pieces_of,
+    check_copies=Inventory.check_tied,
+    prompt_ids=lambda tokenizer, text, config: plain_ids(tokenizer, text, config.bos_token_id),
+)
