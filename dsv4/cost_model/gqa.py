@@ -253,3 +253,14 @@ def attend(q, keys, values):
 def _with_backend(inputs: Inputs, backend: SDPBackend, i: int):
     with sdpa_kernel([backend]):
         return attend(*inputs.layer(i))
+
+
+def layer_parts(
+    config: GQAConfig, numerics: Numerics, batch: int, context: int, policy: Policy
+) -> list[dict[str, int]]:
+    """Part → bytes of each layer. One with a window reads just that, whatever the policy."""
+    g = Geometry.of(config, numerics)
+    return [
+        policy_parts(g, policy, batch, context) if window is None else dense_parts(g, batch, min(window, context))
+        for window in config.windows
+    ]

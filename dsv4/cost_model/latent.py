@@ -92,3 +92,9 @@ class LatentGeometry:
 def row_bytes(format: RowFormat | None, width: int, rope: int, itemsize: int) -> int:
     """Bytes of one row of a cache; for packed rows payload and scales."""
     return width * itemsize if format is None else pack_layout(format, width, rope).row
+
+
+def layer_parts(config: ModelConfig, numerics: Numerics, batch: int, context: int, policy=None) -> list[dict[str, int]]:
+    """`parts` of each layer of the backbone. policy: none, because such a model has learnt what it reads."""
+    geometry = LatentGeometry.of(config, numerics)
+    return [geometry.parts(layer.kind, batch, context) for layer in config.layers]

@@ -7,8 +7,7 @@ layer.
 from collections import Counter
 from collections.abc import Mapping
 
-from dsv4.cost_model.gqa import Geometry, dense_parts, policy_parts
-from dsv4.cost_model.latent import LatentGeometry
+from dsv4.cost_model import gqa, latent
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model.config import ModelConfig
@@ -26,6 +25,7 @@ GROUPS = (  # first match names the part of the weights a tensor belongs to; Non
     (r".*", "layers and norms"),
 )
 
+LAYER_PARTS = {"deepseek_v4": latent.layer_parts, "gqa": gqa.layer_parts}  # family → its layers, part → bytes
 FORMULAS = {  # each part, in words; rows: of the batch
     "layers and norms": "each tensor once",
     "output head": "once",
@@ -60,7 +60,7 @@ def weights_read(tensors: Tensors, config: ModelConfig | GQAConfig, rows: int = 
         found["output head"] = stored["embedding"]  # another name for the head in the file is a copy
     else:
         found |= {"output head": stored["output head"], "embedding": rows * stored["embedding"] // config.vocab_size}
-    if isinstance(config, ModelConfig):
+    if stored["routed experts"]:
         E = config.n_routed_experts
         found["routed experts"] = stored["routed experts"] * min(E, rows * config.num_experts_per_tok) // E
         found["hash tables"] = rows * stored["hash tables"] // config.vocab_size
@@ -72,14 +72,7 @@ def attention_parts(
 ) -> list[dict[str, int]]:
     """For each layer, part → bytes that its attention reads of a cache of `context` tokens a row, the step's own
     included, and writes. policy: of a GQA model; layers with a window read just that, whatever the policy."""
-    if isinstance(config, GQAConfig):
-        g = Geometry.of(config, numerics)
-        return [
-            policy_parts(g, policy, batch, context) if window is None else dense_parts(g, batch, min(window, context))
-            for window in config.windows
-        ]
-    g = LatentGeometry.of(config, numerics)
-    return [g.parts(layer.kind, batch, context) for layer in config.layers]
+    return LAYER_PARTS[config.family](config, numerics, batch, context, policy)
 
 
 def step_parts(

@@ -22,7 +22,9 @@ class Family:
     pieces(model, within) → the pieces of every parameter, or of those within the module of that name.
     check_copies(inventory): raises CheckpointError where tensors that must be equal differ.
     prompt_ids(tokenizer, text, config) → the token ids of a prompt that is no conversation.
-    takes_attention: whether a policy may decide how much of the cache its steps read.
+    held_tensors(config, inventory, numerics) → name → (dtype, shape) of the file's tensors as the numerics hold them.
+    takes_attention: whether a policy may decide how much of the cache its steps read; spreads: whether its
+    layers can be spread over devices.
     """
 
     name: str
@@ -33,4 +35,6 @@ class Family:
     pieces: Callable[[Any, str], list[Piece]]
     check_copies: Callable[[Inventory], None]
     prompt_ids: Callable[..., list[int]]
+    held_tensors: Callable[..., dict[str, tuple[str, tuple[int, ...]]]]
     takes_attention: bool = False
+    spreads: bool = False

@@ -9,7 +9,7 @@ import torch
 
 from dsv4.errors import ConfigError
 from dsv4.kernels.quantize import WeightFormat
-from dsv4.loaders.expected import check_extent
+from dsv4.loaders.expected import check_extent, official_tensors
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import LoadLedger, Piece
 from dsv4.loaders.load import Inventory, matrix_names
@@ -150,6 +150,14 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
             yield piece(leaf, {"raw": names[role]})
 
 
+def held_tensors(config: ModelConfig, inventory: Inventory, numerics: Numerics) -> dict:
+    """Name → (dtype, shape) of the tensors as the numerics hold them: dense numerics hold all in fp32."""
+    if numerics.dense:
+        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
+        return official_tensors(config, mtp, dense="F32", experts="F32")
+    return {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}
+
+
 FAMILY = Family(
     name=ModelConfig.family,
     title="DeepSeek-V4 models",
@@ -159,4 +167,6 @@ FAMILY = Family(
     pieces=pieces_of,
     check_copies=Inventory.check_tied,
     prompt_ids=lambda tokenizer, text, config: plain_ids(tokenizer, text, config.bos_token_id),
+    held_tensors=held_tensors,
+    spreads=True,
 )

@@ -1,6 +1,6 @@
 """`dsv4 plan`: what fits where."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,15 +21,15 @@ from dsv4.kernels.block_choice import dense
 from dsv4.loaders.expected import official_tensors, preset
 from dsv4.loaders.load import Inventory
 from dsv4.loaders.write import tensor_bytes
+from dsv4.model import families
 from dsv4.model.config import ModelConfig
 from dsv4.model.gqa import cache as gqa_cache
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
-from dsv4.model.gqa.load import check_choices
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
-from dsv4.runtime.memory import Plan, Row, cache_rows, free_bytes, stream_rows, weight_rows
+from dsv4.runtime.memory import Plan, Row, free_bytes, stream_rows, weight_rows
 from dsv4.units import count_named, format_bytes
 
 HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card or a size
@@ -65,25 +65,21 @@ def plan(
     asked, per_token = None if max_context is None else count_named("--max-context", max_context), None
     capacities = capacities_of(device, gpus)
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
-    grouped = inventory is not None and inventory.family == "gqa"
-    if attention is not None and not grouped:
+    family = families.of(inventory) if inventory else families.FAMILIES[ModelConfig.family]
+    if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
-    config = (GQAConfig.from_dict if grouped else ModelConfig.from_official)(
-        inventory.config if inventory else preset(checkpoint)
-    )
-    if gpus > 1 and (grouped or kv_memory is not None):
+    config = family.read_config(inventory.config if inventory else preset(checkpoint))
+    if gpus > 1 and (not family.spreads or kv_memory is not None):
         raise InputError(
-            f"--gpus {gpus} was given; {'a GQA model' if grouped else 'a cache in host memory'} runs on one device "
-            "(--device-map does not spread it): leave it out"
+            f"--gpus {gpus} was given; {'a cache in host memory' if family.spreads else 'a GQA model'} runs on one "
+            "device (--device-map does not spread it): leave it out"
         )
     context = _context(asked, config)
     choice = numerics_named(numerics)
-    if grouped:
-        check_choices(choice, None, False, cache, index_cache)
-        rows, per_token = _gqa_rows(config, inventory, choice, batch, context, attention, kv_memory)
-    else:
-        choice = choice.with_caches(cache, index_cache)
-        rows = _rows(config, inventory, choice, batch, context, max_rewind, kv_memory)
+    family.check_choices(choice, None, False, cache, index_cache)
+    choice = choice.with_caches(cache, index_cache)
+    asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
+    rows, per_token = ROWS[config.family](asking)
     read = step_parts(
         config,
         choice,
@@ -94,8 +90,8 @@ def plan(
     )
     sizes = Plan(tuple(rows))
     found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
-    if not grouped and kv_memory is None:
-        found = _units(config, inventory, choice, batch, context, max_rewind)
+    if family.spreads and kv_memory is None:
+        found = _units(asking)
     return {
         "checkpoint": checkpoint,
         "max_context": context,
@@ -163,38 +159,48 @@ def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, 
     }
 
 
-def _units(
-    config: ModelConfig, inventory: Inventory | None, choice: Numerics, batch: int, context: int, max_rewind: int
-) -> list[Unit]:
-    """Modules of a DeepSeek-V4 model that are placed whole, with the caches of their layers."""
-    mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
-    held = held_tensors(config, inventory, choice)
-    layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
+@dataclass(frozen=True)
+class Asking:
+    """What a plan is made for. inventory: None of a published configuration without a checkpoint."""
+
+    config: ModelConfig | GQAConfig
+    inventory: Inventory | None
+    numerics: Numerics
+    batch: int
+    context: int
+    max_rewind: int
+    attention: Attention | None = None
+    kv_memory: HostMemory | None = None
+
+    @property
+    def mtp(self) -> bool:
+        """Whether an MTP block comes along."""
+        return self.inventory is None or bool(self.config.num_mtp_layers and self.inventory.mtp_blocks)
+
+    def streams(self) -> list:
+        """Of each layer of a DeepSeek-V4 model."""
+        return cache_streams(self.config, self.batch, self.context, self.max_rewind, self.numerics, self.mtp)
+
+
+def _units(asking: Asking) -> list[Unit]:
+    """Modules of a model that are placed whole, with the caches of their layers."""
+    held = held_tensors(asking.config, asking.inventory, asking.numerics)
     return units(
         {name: tensor_bytes(dtype, shape) for name, (dtype, shape) in held.items()},
-        {layer.label: sum(stream.nbytes for stream in layer.streams) for layer in layers},
+        {layer.label: sum(stream.nbytes for stream in layer.streams) for layer in asking.streams()},
     )
 
 
-def _rows(
-    config: ModelConfig,
-    inventory: Inventory | None,
-    choice: Numerics,
-    batch: int,
-    context: int,
-    max_rewind: int,
-    kv_memory: HostMemory | None,
-) -> list[Row]:
+def _rows(asking: Asking) -> tuple[list[Row], None]:
     """Rows of a DeepSeek-V4 checkpoint, or of a published configuration without a checkpoint."""
-    mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
-    tensors = held_tensors(config, inventory, choice)
-    if kv_memory is None:
-        return [*weight_rows(tensors), *cache_rows(config, batch, context, max_rewind, choice, mtp)]
-    layers = cache_streams(config, batch, context, max_rewind, choice, mtp)
+    weights = weight_rows(held_tensors(asking.config, asking.inventory, asking.numerics))
+    layers = asking.streams()
+    if asking.kv_memory is None:
+        return [*weights, *stream_rows(layers)], None
     check_entries(layers)
     brought = brought_entries(layers)
-    plan = entries_plan(layers, config.index_topk, kv_memory.staged)
-    return [*weight_rows(tensors), *stream_rows(plan), _shared(brought)]
+    plan = entries_plan(layers, asking.config.index_topk, asking.kv_memory.staged)
+    return [*weights, *stream_rows(plan), _shared(brought)], None
 
 
 def _shared(stream: Stream) -> Row:
@@ -202,26 +208,22 @@ def _shared(stream: Stream) -> Row:
     return Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula)
 
 
-def _gqa_rows(
-    config: GQAConfig,
-    inventory: Inventory,
-    choice: Numerics,
-    batch: int,
-    context: int,
-    attention: Attention | None,
-    kv_memory: HostMemory | None,
-) -> tuple[list[Row], dict]:
+def _gqa_rows(asking: Asking) -> tuple[list[Row], dict]:
     """Rows of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
-    tensors = held_tensors(config, inventory, choice)
-    nbytes, formula = gqa_cache.token_bytes(config, choice)
-    policy, rows = attention and attention.policy, weight_rows(tensors)
-    if kv_memory is None:
-        rows += stream_rows(gqa_cache.cache_streams(config, batch, context, choice, policy))
+    config, numerics, memory = asking.config, asking.numerics, asking.kv_memory
+    nbytes, formula = gqa_cache.token_bytes(config, numerics)
+    policy = asking.attention and asking.attention.policy
+    rows, sizes = weight_rows(held_tensors(config, asking.inventory, numerics)), (config, asking.batch, asking.context)
+    if memory is None:
+        rows += stream_rows(gqa_cache.cache_streams(*sizes, numerics, policy))
     else:
-        check_grouped(config, policy, kv_memory)
-        rows += stream_rows(grouped_plan(config, batch, context, choice, policy, kv_memory.staged))
-        rows.append(_shared(brought_layers(config, batch, context, choice)))
+        check_grouped(config, policy, memory)
+        rows += stream_rows(grouped_plan(*sizes, numerics, policy, memory.staged))
+        rows.append(_shared(brought_layers(*sizes, numerics)))
     return rows, {"nbytes": nbytes, "formula": formula}
+
+
+ROWS = {"deepseek_v4": _rows, "gqa": _gqa_rows}  # family → rows of a plan, and the bytes of a token where all are alike
 
 
 def held_tensors(
@@ -229,18 +231,9 @@ def held_tensors(
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Official name → (dtype, shape) of a checkpoint's tensors as `choice` holds them; without one, of the published
     formats."""
-    if isinstance(config, GQAConfig):
-        return {
-            name: ("F32" if choice.dense else source.dtype, source.shape) for name, source in inventory.sources.items()
-        }
-    if choice.dense:
-        mtp = inventory is None or bool(config.num_mtp_layers and inventory.mtp_blocks)
-        return official_tensors(config, mtp, dense="F32", experts="F32")
-    return (
-        official_tensors(config, True)
-        if inventory is None
-        else {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}
-    )
+    if inventory is None:
+        return official_tensors(config, True, **({"dense": "F32", "experts": "F32"} if choice.dense else {}))
+    return families.of(config).held_tensors(config, inventory, choice)
 
 
 def _context(asked: int | None, config: ModelConfig | GQAConfig) -> int:

@@ -69,7 +69,7 @@ def test_accelerate_makes_the_split_that_is_planned(golden_path, capacities):
     """`--device-map auto` with the limits that the plan prints puts every module where the plan has it."""
     inventory = Inventory.open(golden_path)
     model = plan_model(inventory, NUMERICS["native"], "reference", None)
-    units = planning._units(model.config, inventory, model.numerics, 1, 64, 0)
+    units = planning._units(planning.Asking(model.config, inventory, model.numerics, 1, 64, 0))
     assert {u.name: u.weights for u in units} == {
         name: sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in (u.name for u in units)
     }

@@ -1,6 +1,7 @@
 """The probe of grafted prefixes: green on a sound cache in pages, red with the right part where one is not."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_what_is_tried_is_where_it_matters():
 def test_vacuous_where_there_are_no_pages_or_too_few_positions(official, monkeypatch):
     assert [c.status for c in execute(Grafting(), Subject())[0]] == [Status.VACUOUS]
     small = OurSubject(official, "fp32")
-    small.config = type(small.config)(**vars(small.config) | {"max_position_embeddings": 256})
+    small.config = replace(small.config, max_position_embeddings=256)
     [check] = execute(Grafting(), small)[0]
     assert check.status is Status.VACUOUS and "the checkpoint allows 256" in check.note
 

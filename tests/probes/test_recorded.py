@@ -122,11 +122,12 @@ def test_an_audit_of_a_dump_asks_what_a_dump_can_be_asked(run, official, tmp_pat
 def test_the_path_is_told_where_the_paths_are_apart_and_not_at_the_end(official, tmp_path, monkeypatch):
     """For the last 64 queries every path gives what the specified one gives."""
     from dsv4.probes.catalogue import recorded
+    from dsv4.probes.oracle import kinds
 
     def alike(layer, points, real=recorded.paths):
         outs = real(layer, points)
         for out in outs.values():
-            out[:, -64:] = outs[recorded.EXPECTED[layer.ratio]][:, -64:]
+            out[:, -64:] = outs[kinds.PATHS[layer.ratio]][:, -64:]
         return outs
 
     monkeypatch.setattr(recorded, "paths", alike)

@@ -88,6 +88,11 @@ def check_copies(inventory: Inventory) -> None:
             )
 
 
+def held_tensors(config: GQAConfig, inventory: Inventory, numerics: Numerics) -> dict:
+    """Name → (dtype, shape) of the tensors as the numerics hold them."""
+    return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in inventory.sources.items()}
+
+
 FAMILY = Family(
     name=GQAConfig.family,
     title="GQA models",
@@ -97,5 +102,6 @@ FAMILY = Family(
     pieces=pieces_of,
     check_copies=check_copies,
     prompt_ids=lambda tokenizer, text, config: templated_ids(tokenizer, text),
+    held_tensors=held_tensors,
     takes_attention=True,
 )
