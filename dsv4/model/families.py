@@ -11,7 +11,7 @@ from dsv4.model.family import Family
 from dsv4.model.gqa import load as gqa
 from dsv4.model.numerics import Numerics
 
-FAMILIES = {family.name: family for family in (official.FAMILY, gqa.FAMILY)}
+FAMILIES = {family.name: family for family in (official.DeepSeekV4(), gqa.GQA())}
 
 
 def of(known) -> Family:

@@ -3,38 +3,51 @@
 Code that is not a family's own asks `families.of` for one of these and never which family it is.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from dsv4.loaders.ledger import Piece
 from dsv4.loaders.load import Inventory
 from dsv4.model.causal import CausalLM
+from dsv4.model.numerics import Numerics
+from dsv4.model.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Family:
-    """name: as `dsv4.loaders.config_files.family_of` gives it; title: for people.
+class Family(ABC):
+    """name: as `dsv4.loaders.config_files.family_of` gives it; title: for people. takes_attention: whether a policy may
+    decide how much of the cache its steps read; spreads: whether its layers can be spread over devices."""
 
-    read_config(config.json in the official form) → the checked config. Raises ConfigError naming the key.
-    check_choices(numerics, mtp, spread, cache, index_cache): raises InputError for what such models do not have.
-    plan(inventory, numerics, backend, mtp, kernels) → the model on the meta device, with its ledger.
-    pieces(model, within) → the pieces of every parameter, or of those within the module of that name.
-    check_copies(inventory): raises CheckpointError where tensors that must be equal differ.
-    prompt_ids(tokenizer, text, config) → the token ids of a prompt that is no conversation.
-    held_tensors(config, inventory, numerics) → name → (dtype, shape) of the file's tensors as the numerics hold them.
-    takes_attention: whether a policy may decide how much of the cache its steps read; spreads: whether its
-    layers can be spread over devices.
-    """
+    name: ClassVar[str]
+    title: ClassVar[str]
+    takes_attention: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
 
-    name: str
-    title: str
-    read_config: Callable[[Mapping], Any]
-    check_choices: Callable[..., None]
-    plan: Callable[..., CausalLM]
-    pieces: Callable[[Any, str], list[Piece]]
-    check_copies: Callable[[Inventory], None]
-    prompt_ids: Callable[..., list[int]]
-    held_tensors: Callable[..., dict[str, tuple[str, tuple[int, ...]]]]
-    takes_attention: bool = False
-    spreads: bool = False
+    @abstractmethod
+    def read_config(self, raw: Mapping) -> Any:
+        """The checked config of config.json in the official form. Raises ConfigError naming the key."""
+
+    def check_choices(self, numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
+        """Raises InputError for what such models do not have."""
+
+    @abstractmethod
+    def plan(
+        self, inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping | None = None
+    ) -> CausalLM:
+        """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+
+    @abstractmethod
+    def pieces(self, model: Any, within: str = "") -> list[Piece]:
+        """Pieces of every parameter, or of those within the module of that name."""
+
+    @abstractmethod
+    def check_copies(self, inventory: Inventory) -> None:
+        """Raises CheckpointError where tensors that must be equal differ."""
+
+    @abstractmethod
+    def prompt_ids(self, tokenizer: Tokenizer, text: str, config: Any) -> list[int]:
+        """Token ids of a prompt that is no conversation."""
+
+    @abstractmethod
+    def held_tensors(self, config: Any, inventory: Inventory, numerics: Numerics) -> dict:
+        """Name → (dtype, shape) of the file's tensors as the numerics hold them."""

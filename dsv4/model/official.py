@@ -150,23 +150,28 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
             yield piece(leaf, {"raw": names[role]})
 
 
-def held_tensors(config: ModelConfig, inventory: Inventory, numerics: Numerics) -> dict:
-    """Name → (dtype, shape) of the tensors as the numerics hold them: dense numerics hold all in fp32."""
-    if numerics.dense:
-        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
-        return official_tensors(config, mtp, dense="F32", experts="F32")
-    return {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}
+class DeepSeekV4(Family):
+    """The family of this file."""
 
+    name, title, spreads = ModelConfig.family, "DeepSeek-V4 models", True
 
-FAMILY = Family(
-    name=ModelConfig.family,
-    title="DeepSeek-V4 models",
-    read_config=ModelConfig.from_official,
-    check_choices=lambda *choices: None,
-    plan=plan_model,
-    pieces=pieces_of,
-    check_copies=Inventory.check_tied,
-    prompt_ids=lambda tokenizer, text, config: plain_ids(tokenizer, text, config.bos_token_id),
-    held_tensors=held_tensors,
-    spreads=True,
-)
+    def read_config(self, raw):
+        return ModelConfig.from_official(raw)
+
+    def plan(self, inventory, numerics, backend, mtp, kernels=None):
+        return plan_model(inventory, numerics, backend, mtp, kernels)
+
+    def pieces(self, model, within=""):
+        return pieces_of(model, within)
+
+    def check_copies(self, inventory):
+        inventory.check_tied()
+
+    def prompt_ids(self, tokenizer, text, config):
+        return plain_ids(tokenizer, text, config.bos_token_id)
+
+    def held_tensors(self, config, inventory, numerics):
+        if numerics.dense:
+            mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
+            return official_tensors(config, mtp, dense="F32", experts="F32")
+        return {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}

@@ -88,20 +88,28 @@ def check_copies(inventory: Inventory) -> None:
             )
 
 
-def held_tensors(config: GQAConfig, inventory: Inventory, numerics: Numerics) -> dict:
-    """Name → (dtype, shape) of the tensors as the numerics hold them."""
-    return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in inventory.sources.items()}
+class GQA(Family):
+    """The family of this package."""
 
+    name, title, takes_attention = GQAConfig.family, "GQA models", True
 
-FAMILY = Family(
-    name=GQAConfig.family,
-    title="GQA models",
-    read_config=GQAConfig.from_dict,
-    check_choices=check_choices,
-    plan=plan_model,
-    pieces=pieces_of,
-    check_copies=check_copies,
-    prompt_ids=lambda tokenizer, text, config: templated_ids(tokenizer, text),
-    held_tensors=held_tensors,
-    takes_attention=True,
-)
+    def read_config(self, raw):
+        return GQAConfig.from_dict(raw)
+
+    def check_choices(self, numerics, mtp, spread, cache, index_cache):
+        check_choices(numerics, mtp, spread, cache, index_cache)
+
+    def plan(self, inventory, numerics, backend, mtp, kernels=None):
+        return plan_model(inventory, numerics, backend, mtp, kernels)
+
+    def pieces(self, model, within=""):
+        return pieces_of(model, within)
+
+    def check_copies(self, inventory):
+        check_copies(inventory)
+
+    def prompt_ids(self, tokenizer, text, config):
+        return templated_ids(tokenizer, text)
+
+    def held_tensors(self, config, inventory, numerics):
+        return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in inventory.sources.items()}
