@@ -23,10 +23,13 @@ ROOMS = {  # room → the modules that lay in dsv4/ itself
 }
 MOVED = {f"dsv4.{name}": f"dsv4.{room}.{name}" for room, names in ROOMS.items() for name in names.split()} | {
     "dsv4.checkpoint_commands": "dsv4.commands.checkpoint",
+    "dsv4.cost_model.cli": "dsv4.commands.regime",
     "dsv4.engine.command": "dsv4.commands.batch",
     "dsv4.host_tier": "dsv4.cache.host_tier",
     "dsv4.paged_cache": "dsv4.cache.paged",
     "dsv4.run": "dsv4.commands.generate",
+    "dsv4.speculation.host_half": "dsv4.speculation.host_loop",
+    "dsv4.speculation.resident_drafters": "dsv4.speculation.device_drafters",
     "dsv4.speculation.resident": "dsv4.speculation.device_loop",
     "dsv4.probes.cli": "dsv4.commands.audit",
     "dsv4.probes.fidelity": "dsv4.probes.measure.fidelity",

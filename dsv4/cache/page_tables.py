@@ -23,7 +23,7 @@ from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
 # a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
-MOST_RAW_ROWS = 32  # of a page of raw rows, which holds the windows that one entry pools if they are fewer
+MOST_RAW_ROWS = 32  # a page; fewer where the windows that one entry pools have fewer
 
 
 class PageTable:

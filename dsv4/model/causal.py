@@ -94,9 +94,8 @@ class CausalLM(Module):
         self.ledger: Any = None  # its dsv4.loaders.ledger.LoadLedger
         # `new_cache` keeps the growing part there: `dsv4.cache.host_tier.choice.HostMemory` (None: on the device)
         self.kv_memory: Any = None
-        self.attention: Any = (
-            None  # what is read of the cache, for models with a choice: `dsv4.model.gqa.choice.Attention`
-        )
+        # what is read of the cache, for models with a choice: `dsv4.model.gqa.choice.Attention`
+        self.attention: Any = None
         # tiles of each layer that the last step read before its attention terminated
         self.tiles: list[torch.Tensor | None] | None = None
         self.replayed: int | None = None  # tokens of the longest row after the last step, if that was a replay

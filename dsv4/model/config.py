@@ -13,11 +13,8 @@ from dsv4.errors import ConfigError
 from dsv4.model.config_keys import FIXED, HARMLESS, IN_QUANTIZATION, NO_ORACLE
 from dsv4.model.spec import LayerKind, LayerSpec
 
-KINDS = {
-    0: (LayerKind.WINDOW, 0),
-    4: (LayerKind.CSA, 2),
-    128: (LayerKind.HCA, 1),
-}  # ratio → kind, windows an entry pools
+# ratio → kind, windows that an entry pools
+KINDS = {0: (LayerKind.WINDOW, 0), 4: (LayerKind.CSA, 2), 128: (LayerKind.HCA, 1)}
 MAX_NUMBER = 1e12  # nothing in a config is larger; a larger number is a mistake
 MAX_MTP_BLOCKS = 64
 

@@ -13,6 +13,8 @@ from dsv4.loaders.files import Progress
 from dsv4.loaders.load import Inventory
 from dsv4.model import families
 from dsv4.model.causal import CausalLM
+from dsv4.model.families import pieces_of as pieces_of  # old places of these names, until 0.4
+from dsv4.model.families import plan_model as plan_model
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.numerics import numerics_named
 from dsv4.model.parameters import write_parameters

@@ -21,6 +21,11 @@ from dsv4.model.linear import Matrix, Storage
 from dsv4.model.numerics import Numerics
 
 
+def has_mtp(config: ModelConfig, inventory: Inventory) -> bool:
+    """Whether config.json states MTP blocks and the file holds them."""
+    return bool(config.num_mtp_layers and inventory.mtp_blocks)
+
+
 def plan_model(
     inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping[str, Any] | None = None
 ) -> Model:
@@ -28,7 +33,7 @@ def plan_model(
     config = ModelConfig.from_official(inventory.config)
     check_extent(inventory.sources, config)
     if mtp is None:
-        mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
+        mtp = has_mtp(config, inventory)
     elif mtp and inventory.mtp_blocks < max(1, config.num_mtp_layers):
         raise ConfigError(
             f"MTP was asked for; the checkpoint holds {inventory.mtp_blocks} MTP blocks"
@@ -172,6 +177,5 @@ class DeepSeekV4(Family):
 
     def held_tensors(self, config, inventory, numerics):
         if numerics.dense:
-            mtp = bool(config.num_mtp_layers and inventory.mtp_blocks)
-            return official_tensors(config, mtp, dense="F32", experts="F32")
+            return official_tensors(config, has_mtp(config, inventory), dense="F32", experts="F32")
         return {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}

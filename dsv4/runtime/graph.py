@@ -8,6 +8,7 @@ from dsv4.cache.linear import Lengths
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.model.arguments import check_cache, check_whole
 from dsv4.model.causal import CausalLM, TokenCache, captures
+from dsv4.model.causal import capacity as capacity  # its old place, until 0.4
 from dsv4.model.mtp import run_block
 from dsv4.model.step import CapturedStep
 from dsv4.runtime.capture import capturing

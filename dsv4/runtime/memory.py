@@ -13,6 +13,10 @@ from dsv4.cache.streams import cache_streams
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
+from dsv4.units import UNITS as UNITS  # old places of these names, until 0.4
+from dsv4.units import count_named as count_named
+from dsv4.units import format_bytes as format_bytes
+from dsv4.units import parse_count as parse_count
 
 PARTS = (  # first match names the part of the model a tensor belongs to
     (r"mtp\..*", "MTP"),

@@ -28,6 +28,7 @@ from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
+from dsv4.model.official import has_mtp
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.runtime.memory import Plan, Row, free_bytes, stream_rows, weight_rows
 from dsv4.units import count_named, format_bytes
@@ -175,7 +176,7 @@ class Asking:
     @property
     def mtp(self) -> bool:
         """Whether an MTP block comes along."""
-        return self.inventory is None or bool(self.config.num_mtp_layers and self.inventory.mtp_blocks)
+        return self.inventory is None or has_mtp(self.config, self.inventory)
 
     def streams(self) -> list:
         """Of each layer of a DeepSeek-V4 model."""

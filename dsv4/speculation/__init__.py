@@ -14,12 +14,10 @@ from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.speculation.cost_aware import CostAware, CostAwareParameters
 from dsv4.speculation.costs import CostTable, read_costs
 from dsv4.speculation.oracle import Informed, Oracle
-from dsv4.speculation.policy import Adaptive, AdaptiveParameters, Policy, Static, room
+from dsv4.speculation.policy import LARGEST, Adaptive, AdaptiveParameters, Policy, Static, room
 from dsv4.speculation.policy_device import DevicePolicy, on_device
 from dsv4.speculation.simulate import Run, simulate
 from dsv4.speculation.trace import Request, Trace, read_trace, write_trace
-
-LARGEST = MAX_DRAFTS  # its old name, until 0.4
 
 __all__ = [
     "LARGEST",

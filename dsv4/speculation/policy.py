@@ -14,10 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from dsv4.cache.paging import PRESSURE_PERCENT as PRESSURE_PERCENT  # old places of these names, until 0.4
+from dsv4.cache.paging import under_pressure as under_pressure
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 
 PRESSURE_CAP = 2
+LARGEST = MAX_DRAFTS  # its old name, until 0.4
 
 
 class Policy:

@@ -82,9 +82,8 @@ def _entries(layer: Layer, found: dict, own: torch.Tensor) -> dict[str, tuple[st
         return {}
     at, n, r, W = found["at"], found["compressed_kv"].shape[1], layer.ratio, layer.config.sliding_window
     chosen = own if own is not None else _first(found, torch.clamp((at + 1) // r, max=n), n)
-    few = (at + 1) // r <= (
-        layer.config.index_topk if r == kinds.CSA else n
-    )  # layers that attend to everything visible
+    # layers that attend to everything visible
+    few = (at + 1) // r <= (layer.config.index_topk if r == kinds.CSA else n)
 
     def ruled(count: torch.Tensor) -> torch.Tensor:
         rows = _first(found, count.clamp(0, n), n)

@@ -12,7 +12,7 @@ from dsv4.probes.compare import agreeing, token_errors, tokens, window_of
 from dsv4.probes.oracle import kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
-from dsv4.probes.scenes.buffers import Buffer, buffers, poison
+from dsv4.probes.scenes.buffers import Buffer, buffers, made_of_input, poison
 from dsv4.probes.scenes.captured_step import derived
 from dsv4.probes.scenes.control import attempted, chance_of
 from dsv4.probes.subject import Subject
@@ -28,8 +28,6 @@ PARTS = {
     "keys": "keys",
     "values": "values",
 }
-# Computed from a layer's input alone:
-OF_GQA = ("keys", "values")
 SAME = "the same operations on the same numbers in the same order: equal bits, whatever the numerics"
 BACK = 3  # most tokens that a scenario rewinds
 STEPS = 9
@@ -246,8 +244,7 @@ def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
     step = min(number for number, _, _ in seen.off)
     layer = min(i for number, i, _ in seen.off if number == step)
     found = [stream for number, i, stream in seen.off if (number, i) == (step, layer)]
-    mine = OF_GQA if subject.family == "gqa" else kinds.DIRECT[subject.config.compress_ratios[layer]]
-    if layer and set(mine) <= set(found):
+    if layer and made_of_input(subject, layer) <= set(found):
         return (
             f"layer {layer - 1}",
             "captured step, layer output",

@@ -8,5 +8,3 @@ WINDOW, CSA, HCA = 0, 4, 128
 NAMES = {WINDOW: "window", CSA: "csa", HCA: "hca"}
 OVERLAP = {WINDOW: 0, CSA: 2, HCA: 1}  # windows of `ratio` tokens that one entry pools
 PATHS = {WINDOW: "window only", CSA: "selected", HCA: "all"}  # which entries attention reads beside its window
-# streams that a captured step writes at their places, not by way of a buffer of its own
-DIRECT = {WINDOW: ("window",), CSA: ("window", "main raw rows", "index raw rows"), HCA: ("window", "main raw rows")}

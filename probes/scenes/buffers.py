@@ -146,3 +146,13 @@ def span(row: torch.Tensor) -> tuple[int, int]:
     """First byte and the one after the last of a view, whatever its strides."""
     last = sum((extent - 1) * stride for extent, stride in zip(row.shape, row.stride()))
     return row.data_ptr(), row.data_ptr() + (last + 1) * row.element_size()
+
+
+def made_of_input(subject, layer: int) -> set[str]:
+    """Streams of a layer that are computed from its input alone: where all of them differ, the layer before is at
+    fault."""
+    if subject.family == "gqa":
+        return {"keys", "values"}
+    ratio = subject.config.compress_ratios[layer]
+    raw = {kinds.WINDOW: (), kinds.CSA: ("main raw rows", "index raw rows"), kinds.HCA: ("main raw rows",)}[ratio]
+    return {"window", *raw}

@@ -14,7 +14,7 @@ from dsv4.model.gqa.cache import BLOCK, GroupedCache
 from dsv4.probes.compare import agreeing
 from dsv4.probes.oracle import kinds
 from dsv4.probes.result import Check, compare
-from dsv4.probes.scenes.buffers import UNWRITTEN, Buffer, buffers, head_buffers
+from dsv4.probes.scenes.buffers import UNWRITTEN, Buffer, buffers, head_buffers, made_of_input
 from dsv4.probes.scenes.layouts import PAGE, Packed, packed_streams
 from dsv4.probes.subject import Subject
 
@@ -31,8 +31,6 @@ PARTS = {
     "high": "highs of blocks",
     "mean": "means of blocks",
 }
-# made of a layer's input
-OF_GQA = ("keys", "values")  # the same of every layer of a GQA model
 SAME = "the same operations on the same numbers in the same order: equal bytes, whatever the numerics"
 
 
@@ -202,8 +200,7 @@ def first_of(subject: Subject, bad: dict[tuple[str, str], int]) -> tuple[str, st
     streams = [stream for at, stream in bad if at == label]
     if not label.startswith("mtp"):
         layer = int(label.rpartition(" ")[2])
-        made = OF_GQA if subject.family == "gqa" else kinds.DIRECT[subject.config.compress_ratios[layer]]
-        if layer and set(made) <= set(streams):
+        if layer and made_of_input(subject, layer) <= set(streams):
             return f"layer {layer - 1}", "layer output"
     return label, PARTS[next(stream for stream in PARTS if stream in streams)]
 

@@ -30,6 +30,21 @@ def test_a_package_with_the_name_of_a_module_has_its_names(package, name, home):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(
+    "module,name",
+    [
+        *(("dsv4.memory", name) for name in ("parse_count", "count_named", "format_bytes", "UNITS")),
+        ("dsv4.graph", "capacity"),
+        *(("dsv4.load", name) for name in ("pieces_of", "plan_model")),
+        *(("dsv4.speculation.policy", name) for name in ("LARGEST", "PRESSURE_PERCENT", "under_pressure")),
+        ("dsv4.speculation.resident", "generate_resident"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_name_that_left_its_module_is_still_there(module, name):
+    assert hasattr(importlib.import_module(module), name)
+
+
 def test_what_never_was_is_not_found():
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("dsv4.gqa.nothing")

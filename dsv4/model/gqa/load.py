@@ -45,9 +45,7 @@ def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str
         )
 
 
-def plan_model(
-    inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping | None = None
-) -> GQAModel:
+def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
     """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
     config = GQAConfig.from_dict(inventory.config)
 
@@ -100,7 +98,7 @@ class GQA(Family):
         check_choices(numerics, mtp, spread, cache, index_cache)
 
     def plan(self, inventory, numerics, backend, mtp, kernels=None):
-        return plan_model(inventory, numerics, backend, mtp, kernels)
+        return plan_model(inventory, numerics, backend, kernels)
 
     def pieces(self, model, within=""):
         return pieces_of(model, within)
