@@ -82,7 +82,7 @@ def measured(args):
             yield timed(
                 "grouped",
                 lambda: (
-                    host_tier.grouped(args, [layer.rows for layer in cache.far], model.op)
+                    host_tier.grouped(args, cache.far, model.op)
                     | {"stream_seconds": host_tier.stream_dense(model.op, cache.stream)}
                 ),
             )

@@ -2,4 +2,4 @@
 
 from dsv4.moved import former
 
-__getattr__ = former(__name__, "dsv4.cache.linear")  # the names that `dsv4.cache` had as a module
+__getattr__ = former(__name__, "dsv4.cache.cache")  # the names that `dsv4.cache` had as a module

@@ -1,26 +1,21 @@
 """Buffers in pages, and the tables that say which page holds which rows of which batch row.
 
 Every stream is position-addressed through a table: row r of batch row b is row r mod R of physical page table[b, r //
-R]. A `PageLayout` says which streams a family of models has and in which groups of pages. This module has those of
-DeepSeek-V4, whose classes replace `Ring`, `Entries` and `CompressorCache`; GQA models have theirs in
-`dsv4.model.gqa.paged`. Selections and windows are lists of rows, so kernels read the pools in place. Index scores and
-HCA attention read [B, n, width], which each step gathers from the pages.
+R]. Selections and windows are lists of rows, so kernels read the pools in place. Index scores and HCA attention read
+[B, n, width], which each step gathers from the pages.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 
-from dsv4.cache.linear import CompressorCache
 from dsv4.cache.paging import NOWHERE, PageGroup
-from dsv4.cache.rows import EntryRows, TokenRows
-from dsv4.cache.streams import LayerStreams, Stream, cache_streams
+from dsv4.cache.rows import Rows
+from dsv4.cache.streams import LayerStreams, Stream
 from dsv4.kernels.cache_rows import PAGE, PackedRows, pack_layout, write_rows
 from dsv4.model.config import ModelConfig
-from dsv4.model.numerics import Numerics
 from dsv4.model.spec import LayerSpec
-from dsv4.model.step import CapturedStep, Step
+from dsv4.model.step import Step
 
 # a page: what CSA's overlap spans; a part of HCA's window, which fills slowly
 MOST_RAW_ROWS = 32  # a page; fewer where the windows that one entry pools have fewer
@@ -56,139 +51,27 @@ class PageTable:
         return self.physical[step.rows, : -(-n // self.R)]
 
 
-class PagedLayer(Protocol):
-    """The cache of one layer in pages. `tensors`: stream name → tensor whose first extent counts pages; `groups`:
-    stream name → name of the group whose table addresses it."""
+class Paged(Rows):
+    """Number i of batch row b is row i mod R of the page that `table` names. Nothing is laid out apart: a step has
+    pages for all its tokens in addition to those it reads."""
 
-    tensors: dict[str, torch.Tensor]
-    groups: dict[str, str]
+    spare = NOWHERE
 
+    def __init__(self, buffer: torch.Tensor | PackedRows, table: PageTable, write: Callable = write_rows):
+        flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
+        super().__init__(buffer, flat, (table.group.name,), write)
+        self.table = table
 
-class PageLayout(Protocol):
-    """How the caches of one model lie in pages.
+    def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        return self.table.index(step, numbers)
 
-    groups: every group that its layers need, by name; backbone: the number of layers of the main model, which come
-    before those of the MTP block in plans; positions: the largest that the model knows; config, numerics, mtp: of the
-    model, and whether its MTP block has a part.
-    """
-
-    config: Any
-    numerics: Numerics
-    mtp: bool
-    groups: dict[str, PageGroup]
-    backbone: int
-    positions: int
-
-    def plan(self, pages: Mapping[str, int]) -> Sequence[Any]:
-        """The streams of every layer, with `label` and `streams`: `pages` pages of each group beside page 0."""
-
-    def layer(self, plan: Any, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedLayer:
-        """The cache of one layer of the plan, found through `tables`."""
-
-
-class PagedTokens(TokenRows):
-    """One row a token; replaces `Ring`. Nothing is staged: a step has pages for all its tokens in addition to those it
-    reads."""
-
-    def __init__(self, buffer: torch.Tensor | PackedRows, table: PageTable, write=write_rows):
-        self.buffer, self.table, self._write = buffer, table, write
-        self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
-
-    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor | PackedRows:
-        """Write values [N, width] at the step's positions; return the pool that `index` addresses."""
-        self.store(self.slots(step), values)
-        return self.flat
-
-    def index(self, step: Step, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of the pool that hold `positions` int64 [B, ...]."""
-        return self.table.index(step, positions)
-
-    def slots(self, step: Step) -> torch.Tensor:
-        """Rows of the pool for the step's own positions, int64 [N]."""
-        return step.memo(("page slots", self.table.group.name), lambda: self.index(step, step.pos).flatten())
-
-    def address(self, step: Step) -> tuple:
-        return (self.table.group.name,)
-
-
-class PagedEntries(EntryRows):
-    """Compressed entries, one every `ratio` tokens; replaces `Entries`."""
-
-    def __init__(self, buffer: torch.Tensor | PackedRows, ratio: int, table: PageTable, write=write_rows):
-        self.buffer, self.ratio, self.table, self._write = buffer, ratio, table, write
-        self.flat = buffer if isinstance(buffer, PackedRows) else buffer.flatten(0, 1)
-
-    def slots(self, step: Step) -> torch.Tensor:
-        """Rows of the pool for the step's new windows, int64 [B·completed]; row 0, which no row owns, for windows that
-        a row does not complete.
-
-        Their entries could hit a page that the row shares with the donor of its prefix, which has an entry of its own
-        there. A captured step knows which windows are complete and writes no others.
-        """
-
-        def rows():
-            found = self.table.index(step, step.new_windows(self.ratio)).flatten()
-            return found if step.captured else torch.where(step.completes(self.ratio), found, NOWHERE)
-
-        return step.memo(("page slots", self.table.group.name), rows)
-
-    def visible(self, step: Step) -> torch.Tensor | PackedRows:
-        """A copy [B, n, width] of the entries that the step's last query may see, gathered from their pages."""
-        n = step.max_visible(self.ratio)
+    def view(self, step: Step, n: int) -> torch.Tensor | PackedRows:
+        """A copy, gathered from the pages."""
         pages = step.memo(("pages of entries", self.table.group.name), lambda: self.table.first_pages(step, n))
-        if isinstance(self.buffer, PackedRows):
+        if self.packed:
             return self.buffer._replace(data=self.buffer.data[pages], count=n)
         found = self.buffer[pages]  # [B, pages, R, width]
         return found.view(step.B, pages.shape[1] * self.table.R, self.buffer.shape[-1])[:, :n]
-
-    def chosen(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
-        """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
-        return self.flat, torch.where(entry < 0, -1, self.table.index(step, entry)).flatten(0, 1)
-
-    def chosen_captured(
-        self, entry: torch.Tensor, step: CapturedStep, op
-    ) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
-        """`chosen` for a captured step: rows are found through the table as it is when a replay runs."""
-        return self.chosen(step, entry)
-
-
-class PagedCompressorCache(CompressorCache):
-    """Raw rows and entries of one compressor, both in pages."""
-
-    def __init__(self, raw: PagedTokens, entries: PagedEntries, ratio: int, overlap: int):
-        self.raw, self.entries, self.ratio, self.overlap = raw, entries, ratio, overlap
-
-
-class PagedLayerCache:
-    """Buffers of one layer: a `PagedLayer` that replaces `LayerCache`."""
-
-    def __init__(
-        self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], write=write_rows
-    ):
-        self.tensors = tensors
-        self.groups = stream_groups(plan.spec)
-        held = {
-            s.name: self.tensors[s.name]
-            if s.rows is None
-            else PackedRows(s.rows[0], self.tensors[s.name], s.rows[1], s.rows[2], PAGE * s.shape[0])
-            for s in plan.streams
-        }
-        table = {name: tables[group] for name, group in self.groups.items()}
-
-        def compressor(raw: str, entries: str) -> PagedCompressorCache:
-            return PagedCompressorCache(
-                PagedTokens(held[raw], table[raw], write),
-                PagedEntries(held[entries], plan.ratio, table[entries], write),
-                plan.ratio,
-                plan.spec.overlap,
-            )
-
-        self.window = PagedTokens(held["window"], table["window"], write)
-        self.main = self.index = None
-        if plan.spec.compresses:
-            self.main = compressor("main raw rows", "entries")
-        if plan.spec.selects:
-            self.index = compressor("index raw rows", "index keys")
 
 
 def stream_groups(spec: LayerSpec) -> dict[str, str]:
@@ -228,23 +111,3 @@ def paged_streams(plan: LayerStreams, groups: Mapping[str, PageGroup], pages: Ma
             shape, formula = (count, layout.page), f"{count} pages × {layout.page} B"
         streams.append(Stream(s.name, shape, s.dtype, formula, s.rows))
     return LayerStreams(plan.spec, tuple(streams), 0)
-
-
-class CompressedLayout:
-    """The `PageLayout` of a DeepSeek-V4 model. mtp: whether its MTP block has a window; write: the operation that
-    writes rows."""
-
-    def __init__(self, config: ModelConfig, numerics: Numerics, mtp: bool, write=write_rows):
-        self.config, self.numerics, self.mtp, self.write = config, numerics, mtp, write
-        self.groups = page_groups(config, mtp)
-        self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
-
-    def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
-        # of one token, for widths and formats
-        rows = cache_streams(self.config, 1, 1, 0, self.numerics, self.mtp)
-        return [paged_streams(layer, self.groups, pages) for layer in rows]
-
-    def layer(
-        self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]
-    ) -> PagedLayerCache:
-        return PagedLayerCache(plan, tables, tensors, self.write)

@@ -1,7 +1,7 @@
 """A cache whose batch rows take pages from common pools as they grow, share pages of common prefixes, and free them.
 
 Layers use it like the result of the model's `new_cache`: the same rows at the same positions, found through page
-tables. The model's `PageLayout` says which streams there are, in which groups of pages. Only the ownership of memory
+tables. The model's `Layout` says which streams there are, in which groups of pages. Only the ownership of memory
 differs:
 
 - `make_room` takes pages before a step and gives back window and raw pages that lie behind all that may be read again.
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.linear import DEFAULT_MAX_REWIND, Cache, Lengths, form
-from dsv4.cache.page_tables import PageLayout, PageTable
+from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache
+from dsv4.cache.layout import Layout
+from dsv4.cache.page_tables import PageTable
 from dsv4.cache.paging import BLOCK, NOWHERE, PagePool, pool_pages
-from dsv4.cache.streams import CHAINED, zeros
+from dsv4.cache.streams import zeros
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
 from dsv4.model.arguments import check_sizes
 from dsv4.model.causal import capacity
@@ -51,7 +52,7 @@ class PagedCache(Cache):
 
     def __init__(
         self,
-        layout: PageLayout,
+        layout: Layout,
         batch: int,
         max_context: int,
         pages: dict[str, int],
@@ -60,38 +61,30 @@ class PagedCache(Cache):
         poison: bool = False,
         reach: int | None = None,
     ):
-        batch, max_context, max_rewind = check_sizes(batch=batch, max_context=max_context, max_rewind=max_rewind)
-        if max_context > layout.positions:
-            raise InputError(
-                f"max_context {max_context} exceeds the checkpoint's max_position_embeddings {layout.positions}; ask "
-                "for at most that"
-            )
-        self.batch, self.max_context, self.max_rewind, self.poison = batch, max_context, max_rewind, poison
-        self.reach = max_context if reach is None else reach
-        if not max_context <= self.reach <= layout.positions:
+        self._settle(layout, batch, max_context, max_rewind, [device])
+        self.poison, self.groups = poison, layout.groups
+        self.reach = self.max_context if reach is None else reach
+        if not self.max_context <= self.reach <= layout.positions:
             raise InputError(
                 f"the tables of a paged cache have room for {self.reach} tokens a row; expected max_context "
-                f"{max_context} … {layout.positions}"
+                f"{self.max_context} … {layout.positions}"
             )
-        self.layout, self.groups = layout, layout.groups
-        self.made_for = form(layout.config, layout.numerics, layout.mtp, [device])
         if set(pages) != set(self.groups) or min(pages.values()) < 1:
             raise InputError(
                 f"pages are given for {sorted(pages.items())}; expected at least one for each of {sorted(self.groups)}"
             )
         self.pools = {name: PagePool(name, pages[name]) for name in self.groups}
-        self.tables = {name: PageTable(g, batch, self.reach, device) for name, g in self.groups.items()}
-        self.plan = layout.plan(pages)
+        self.tables = {name: PageTable(g, self.batch, self.reach, device) for name, g in self.groups.items()}
+        self.plan = layout.paged_plan(pages)
         self._allocate(device)
-        self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind + CHAINED)
-        self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(batch)]
-        self._accepted: list[int | None] = [None] * batch  # tokens that are not drafts, of rows that draft
+        self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(self.batch)]
+        self._accepted: list[int | None] = [None] * self.batch  # tokens that are not drafts, of rows that draft
         self.on_shortage: Callable[[str, int, list[int]], None] | None = None
 
     def _allocate(self, device: torch.device) -> None:
         try:
             layers = [
-                self.layout.layer(p, self.tables, {s.name: zeros(s, device) for s in p.streams}) for p in self.plan
+                self.layout.paged(p, self.tables, {s.name: zeros(s, device) for s in p.streams}) for p in self.plan
             ]
         except (RuntimeError, MemoryError) as error:
             wanted = sum(s.nbytes for p in self.plan for s in p.streams)
@@ -110,9 +103,6 @@ class PagedCache(Cache):
 
     def place(self, step, op) -> None:
         """Does nothing: layers find rows of pools through tables, as they are when a replay runs."""
-
-    def guess(self, layers, i: int, step) -> None:
-        """Does nothing: every page is on the device."""
 
     # ---- room ----------------------------------------------------------------------------
 

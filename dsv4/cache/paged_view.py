@@ -7,7 +7,7 @@ serves every row.
 
 from collections.abc import Sequence
 
-from dsv4.cache.linear import Cache, Lengths
+from dsv4.cache.cache import Cache, Lengths
 from dsv4.cache.page_tables import PageTable
 from dsv4.cache.paged import PagedCache
 from dsv4.sending import sent
@@ -29,7 +29,7 @@ class PagedView(Cache):
             name: PageTable(group, places, cache.reach, self._device) for name, group in cache.groups.items()
         }
         layers = [
-            cache.layout.layer(plan, self.tables, layer.tensors)
+            cache.layout.paged(plan, self.tables, layer.tensors)
             for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True)
         ]
         self.layers, self.mtp_layers = layers[: len(cache.layers)], layers[len(cache.layers) :]
@@ -60,10 +60,6 @@ class PagedView(Cache):
     def place(self, step, op) -> None:
         """As in the whole cache: layers find rows through tables."""
         self.whole.place(step, op)
-
-    def guess(self, layers, i: int, step) -> None:
-        """As in the whole cache."""
-        self.whole.guess(layers, i, step)
 
     @property
     def nbytes(self) -> int:

@@ -1,81 +1,153 @@
-"""Rows of one stream of a cache in a pool: which row holds which position (`TokenRows`, in a ring) or which entry
-(`EntryRows`)."""
+"""Rows of one stream of a cache in a pool, and which row holds which token or entry.
+
+A form of addressing (`Linear` and `Ring` here, `Paged` in `page_tables`, `Staged` in `host_tier.entries`, `Whole` in
+`sequence`) knows the pool and the row of a number; `Tokens` and `Entries` know what is numbered: positions, or
+compressed entries.
+"""
+
+from collections.abc import Callable
 
 import torch
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows, decode_rows, read_rows, write_rows
-from dsv4.model.step import CapturedStep, Step
+from dsv4.model.step import Step
 
 
-class TokenRows:
-    """One row a token in a pool `flat` [rows, width]; subclasses say which row holds which position.
+class Rows:
+    """A form of addressing: a pool `flat` [rows, width], a tensor or `PackedRows`, and the row of number n of each
+    batch row.
 
-    They give `address(step)` (layers with equal addresses share indices), `index(step, positions)` and `slots(step)`.
+    buffer: the pool in the shape in which it was allocated. name: forms with equal names have equal rows, so layers
+    share indices. spare: a row of the pool that takes what no batch row keeps (None: that lies beyond what is read).
+    far: whether the pool is in host memory.
     """
 
-    flat: torch.Tensor | PackedRows
+    spare: int | None = None
+    far = False
+
+    def __init__(self, buffer, flat: torch.Tensor | PackedRows, name: tuple, write: Callable = write_rows):
+        self.buffer, self.flat, self.name, self._write = buffer, flat, name, write
+        self.packed = isinstance(flat, PackedRows)
+
+    def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows of `flat` that keep `numbers` int64 [B, ...] of the step's batch rows."""
+        raise NotImplementedError
+
+    def index(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows, of the pool that `extend` returns, that hold `numbers` during the step."""
+        return self.place(step, numbers)
+
+    def key(self, step: Step) -> tuple:
+        """The inputs of `index` beside the numbers."""
+        return self.name
+
+    def extend(self, step: Step, slots: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor | PackedRows:
+        """Write values [M, width] of the step to rows slots() int64 [M]; return the pool that `index` addresses."""
+        self.store(slots(), values)
+        return self.flat
+
+    def view(self, step: Step, n: int) -> torch.Tensor | PackedRows:
+        """The first n numbers of each of the step's batch rows: [B, n, width]."""
+        raise NotImplementedError
+
+    def chosen(self, step: Step, numbers: torch.Tensor, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+        """numbers int64 [B, T, K] (−1 absent) → a pool and its rows int64 [B·T, K] (−1 absent). op: the operations of
+        the model's backend."""
+        return self.flat, torch.where(numbers < 0, -1, self.index(step, numbers)).flatten(0, 1)
 
     def store(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """values [M, width] to rows `slots` int64 [M] of the pool."""
-        if isinstance(self.flat, PackedRows):
+        if self.packed:
             self._write(self.flat, slots, values)
         else:
             self.flat.index_copy_(0, slots, values.to(self.flat.dtype))
 
     def fetch(self, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows `slots` int64 [M] of the pool: [M, width] in `dtype`."""
-        return (
-            read_rows(self.flat, slots).to(dtype)
-            if isinstance(self.flat, PackedRows)
-            else self.flat.index_select(0, slots)
-        )
-
-    def last(self, step: Step, window: int) -> torch.Tensor:
-        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position
-        0."""
-
-        def rows():
-            positions = step.pos.unsqueeze(-1) + torch.arange(1 - window, 1, device=step.device)
-            return torch.where(positions < 0, -1, self.index(step, positions)).flatten(0, 1)
-
-        return step.memo(("window", window, *self.address(step)), rows)
+        """Rows `slots` int64 [M] of the pool: [M, width], of packed rows in `dtype`."""
+        return read_rows(self.flat, slots).to(dtype) if self.packed else self.flat.index_select(0, slots)
 
 
-class Ring(TokenRows):
-    """A ring of rows [batch, R, width]; position p of row b sits in slot p mod R.
+def _by_row(step: Step, numbers: torch.Tensor, n: int) -> torch.Tensor:
+    """First row of the pool of each of the step's batch rows, n rows each, in the shape of `numbers`."""
+    return (step.row * n).view((step.B,) + (1,) * (numbers.dim() - 1))
+
+
+class Linear(Rows):
+    """Number i of batch row b is row b · n + i: a buffer [batch, n, width], or packed pages [batch, pages, bytes]."""
+
+    def __init__(self, buffer: torch.Tensor | PackedRows, write: Callable = write_rows):
+        if isinstance(buffer, PackedRows):
+            self.n, data = PAGE * buffer.data.shape[1], buffer.data.flatten(0, 1)
+            flat = buffer._replace(data=data, count=buffer.data.shape[0] * self.n)
+        else:
+            self.n, flat = buffer.shape[1], buffer.flatten(0, 1)
+        super().__init__(buffer, flat, (self.n,), write)
+
+    def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers + _by_row(step, numbers, self.n)
+
+    def view(self, step: Step, n: int) -> torch.Tensor | PackedRows:
+        if self.packed:
+            return self.buffer._replace(data=self.buffer.data[step.rows], count=n)
+        return self.buffer[step.rows, :n]
+
+    def chosen(self, step: Step, numbers: torch.Tensor, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+        if step.captured:
+            return self.flat, op.chosen_rows(numbers, self.n)
+        if step.first == 0 and step.B == 1:
+            return self.flat, numbers.flatten(0, 1)
+        return super().chosen(step, numbers, op)
+
+    def held(self) -> torch.Tensor:
+        """All rows [batch, n, width], in fp32 where they are packed."""
+        return decode_rows(self.buffer) if self.packed else self.buffer
+
+
+class Ring(Rows):
+    """Number i of batch row b is row b · R + i mod R: a buffer [batch, R, width].
 
     `keep` rows before a step's first token are readable during the step, also after rewinding
-    by up to `max_rewind`: R = keep + 1 + max_rewind. `flat` is the pool [batch · R, width]; packed rows are
-    given as that, with R.
+    by up to `max_rewind`: R = keep + 1 + max_rewind. Packed rows are given as the pool, with R.
     """
 
-    def __init__(self, buffer: torch.Tensor | PackedRows, keep: int, R: int = 0, write=write_rows):
-        self.buffer, self.keep, self._write = buffer, keep, write
-        packed = isinstance(buffer, PackedRows)
-        self.flat, self.R = (buffer, R) if packed else (buffer.flatten(0, 1), buffer.shape[1])
+    def __init__(self, buffer: torch.Tensor | PackedRows, keep: int, R: int = 0, write: Callable = write_rows):
+        packed, self.keep = isinstance(buffer, PackedRows), keep
+        self.R = R if packed else buffer.shape[1]
+        super().__init__(buffer, buffer if packed else buffer.flatten(0, 1), (self.R,), write)
 
-    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor | PackedRows:
-        """Write values [N, width] at the step's positions; return the pool that `index` addresses.
+    def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers % self.R + _by_row(step, numbers, self.R)
 
-        The pool holds positions start − keep … start + T − 1 of each row. It is the ring itself
-        while the step fits beside the kept rows; a longer step is staged in a workspace of
-        keep + T rows, of which the ring keeps the last R.
-        """
-        if self._in_place(step):
-            self.store(self.slots(step), values)
-            return self.flat
-        values = values if isinstance(self.flat, PackedRows) else values.to(self.flat.dtype)
-        before = self._slots(
-            step,
-            ("before", self.keep),
-            lambda: step.start.unsqueeze(1) + torch.arange(-self.keep, 0, device=step.device),
-        )
+    def index(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
+        if self.fits(step):
+            return self.place(step, numbers)
+        first = torch.arange(step.B, device=step.device) * (self.keep + step.T) + self.keep
+        return numbers + (first - step.start).view((step.B,) + (1,) * (numbers.dim() - 1))
+
+    def key(self, step: Step) -> tuple:
+        return (self.R, self.keep, self.fits(step))
+
+    def fits(self, step: Step) -> bool:
+        """Whether the step's tokens fit beside the kept rows."""
+        return step.T <= self.R - self.keep
+
+    def extend(self, step: Step, slots: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor | PackedRows:
+        """The pool holds positions start − keep … start + T − 1 of each row. It is the ring itself while the step fits;
+        a longer step is laid out in a workspace of keep + T rows, of which the ring keeps the last R."""
+        if self.fits(step):
+            return super().extend(step, slots, values)
+        values = values if self.packed else values.to(self.flat.dtype)
+        ahead = torch.arange(-self.keep, 0, device=step.device)
+        before = self._kept(step, ("before", self.keep), lambda: step.start.unsqueeze(1) + ahead)
         shape = step.B, -1, values.shape[-1]
         before, values = self.fetch(before, values.dtype).view(shape), values.view(shape)  # a window of 1 keeps none
-        staged = torch.cat((before, values), 1).flatten(0, 1)
+        laid_out = torch.cat((before, values), 1).flatten(0, 1)
         last = min(step.T, self.R)
-        self.store(self._slots(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))
-        return self._packed(staged) if isinstance(self.flat, PackedRows) else staged
+        self.store(self._kept(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))
+        return self._packed(laid_out) if self.packed else laid_out
+
+    def _kept(self, step: Step, key, numbers: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return step.memo(("slots", self.R, key), lambda: self.place(step, numbers()).flatten())
 
     def _packed(self, values: torch.Tensor) -> PackedRows:
         """A pool of values [M, width]. All steps, short and long, read rows of one kind, so their sums run in one
@@ -85,43 +157,75 @@ class Ring(TokenRows):
         self._write(pool, torch.arange(len(values), device=values.device), values)
         return pool
 
-    def index(self, step: Step, positions: torch.Tensor) -> torch.Tensor:
-        """Rows of the pool that hold `positions` int64 [B, ...]."""
-        shape = (step.B,) + (1,) * (positions.dim() - 1)
-        if self._in_place(step):
-            return positions % self.R + (step.row * self.R).view(shape)
-        first = torch.arange(step.B, device=step.device) * (self.keep + step.T) + self.keep
-        return positions + (first - step.start).view(shape)
 
-    def address(self, step: Step) -> tuple:
-        """The inputs of `index` besides the positions: layers with equal addresses share indices."""
-        return (self.R, self.keep, self._in_place(step))
+class Numbered:
+    """A stream whose rows are numbered in one way or the other."""
 
-    def _in_place(self, step: Step) -> bool:
-        return step.T <= self.R - self.keep
+    def __init__(self, rows: Rows):
+        self.rows = rows
+
+    @property
+    def flat(self) -> torch.Tensor | PackedRows:
+        """The pool [rows, width]."""
+        return self.rows.flat
+
+    @property
+    def buffer(self) -> torch.Tensor | PackedRows:
+        """The pool as it was allocated."""
+        return self.rows.buffer
+
+
+class Tokens(Numbered):
+    """One row a token, numbered by its position."""
+
+    def extend(self, step: Step, values: torch.Tensor) -> torch.Tensor | PackedRows:
+        """Write values [N, width] at the step's positions; return the pool that `index` and `last` address."""
+        return self.rows.extend(step, lambda: self.slots(step), values)
 
     def slots(self, step: Step) -> torch.Tensor:
         """Rows of the pool for the step's own positions, int64 [N]."""
-        return self._slots(step, "pos", lambda: step.pos)
+        return step.memo(("slots", *self.rows.name, "pos"), lambda: self.rows.place(step, step.pos).flatten())
 
-    def _slots(self, step: Step, key, positions) -> torch.Tensor:
-        return step.memo(("slots", self.R, key), lambda: (positions() % self.R + step.row * self.R).flatten())
+    def last(self, step: Step, window: int) -> torch.Tensor:
+        """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position
+        0."""
+
+        def found():
+            positions = step.pos.unsqueeze(-1) + torch.arange(1 - window, 1, device=step.device)
+            return torch.where(positions < 0, -1, self.rows.index(step, positions)).flatten(0, 1)
+
+        return step.memo(("window", window, *self.rows.key(step)), found)
 
 
-class EntryRows:
-    """Compressed entries, one every `ratio` tokens, in a pool `flat`; subclasses say which row holds which entry
-    (`slots`)."""
+class Entries(Numbered):
+    """Compressed entries, one every `ratio` tokens."""
 
-    flat: torch.Tensor | PackedRows
-    ratio: int
+    def __init__(self, rows: Rows, ratio: int):
+        super().__init__(rows)
+        self.ratio = ratio
 
     def write(self, step: Step, values: torch.Tensor) -> None:
         """Write values [B·completed, width] at the step's new windows."""
-        slots = self.slots(step)
-        if isinstance(self.flat, PackedRows):
-            self._write(self.flat, slots, values)
-        else:
-            self.flat.index_copy_(0, slots, values.to(self.flat.dtype))
+        self.rows.extend(step, lambda: self.slots(step), values)
+
+    def slots(self, step: Step) -> torch.Tensor:
+        """Rows of the pool for the step's new windows, int64 [B·completed].
+
+        Windows that a row does not complete go to the spare row of a pool that rows share: their entries could hit a
+        page that the row shares with the donor of its prefix, which has an entry of its own there. A captured step
+        knows which windows are complete and writes no others.
+        """
+
+        def found():
+            rows = self.rows.place(step, step.new_windows(self.ratio)).flatten()
+            spare = None if step.captured else self.rows.spare
+            return rows if spare is None else torch.where(step.completes(self.ratio), rows, spare)
+
+        return step.memo(("entry_slots", self.ratio, *self.rows.name), found)
+
+    def visible(self, step: Step) -> torch.Tensor | PackedRows:
+        """[B, n, width]: the entries that the step's last query may see."""
+        return self.rows.view(step, step.max_visible(self.ratio))
 
     def all_visible(self, step: Step) -> torch.Tensor:
         """Every entry that each query sees, int64 [B, T, n], −1 for those it does not."""
@@ -133,44 +237,10 @@ class EntryRows:
 
         return step.memo(("all entries", self.ratio), entries)
 
-
-class Entries(EntryRows):
-    """Compressed entries [batch, n, width], one every `ratio` tokens: n = ceil(max_context / ratio), or the next
-    multiple of a page when they are packed."""
-
-    def __init__(self, buffer: torch.Tensor | PackedRows, ratio: int, write=write_rows):
-        self.buffer, self.ratio, self._write = buffer, ratio, write
-        self.packed = isinstance(buffer, PackedRows)
-        self.n = PAGE * buffer.data.shape[1] if self.packed else buffer.shape[1]
-        self.flat = (
-            buffer._replace(data=buffer.data.flatten(0, 1), count=buffer.data.shape[0] * self.n)
-            if self.packed
-            else buffer.flatten(0, 1)
-        )
-
-    def slots(self, step: Step) -> torch.Tensor:
-        """Rows of the pool for the step's new windows, int64 [B·completed]."""
-        return step.memo(
-            ("entry_slots", self.ratio, self.n), lambda: (step.new_windows(self.ratio) + step.row * self.n).flatten()
-        )
-
-    def visible(self, step: Step) -> torch.Tensor | PackedRows:
-        """View [B, n, width] of the entries that the step's last query may see."""
-        if self.packed:
-            return self.buffer._replace(data=self.buffer.data[step.rows], count=step.max_visible(self.ratio))
-        return self.buffer[step.rows, : step.max_visible(self.ratio)]
-
     def held(self) -> torch.Tensor:
         """All entries [batch, n, width], in fp32 where they are packed."""
-        return decode_rows(self.buffer) if self.packed else self.buffer
+        return self.rows.held()
 
-    def chosen(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def chosen(self, step: Step, entry: torch.Tensor, op=None) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
-        if step.first == 0 and step.B == 1:
-            return self.flat, entry.flatten(0, 1)
-        base = (step.row * self.n).unsqueeze(-1)
-        return self.flat, torch.where(entry < 0, entry, entry + base).flatten(0, 1)
-
-    def chosen_captured(self, entry: torch.Tensor, step: CapturedStep, op) -> tuple[torch.Tensor, torch.Tensor]:
-        """`chosen` for a captured step, in one kernel if the backend has it."""
-        return self.flat, op.chosen_rows(entry, self.n)
+        return self.rows.chosen(step, entry, op)

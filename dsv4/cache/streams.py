@@ -1,6 +1,7 @@
 """The buffers of a cache: shapes, dtypes, bytes and the formula of each size. Allocation and planning use the same
 table."""
 
+import enum
 import math
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from dsv4.kernels.cache_rows import PAGE, RowFormat, pack_layout
 from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
-from dsv4.model.spec import LayerKind, LayerSpec
+from dsv4.model.spec import LayerSpec
 
 MAX_DRAFTS = 8  # drafted tokens a pass; a trace says for each position how many of this number would be accepted
 # MTP entries that chained drafts may leave beyond the main model's tokens: those of the longest pass, and the entry of
@@ -38,18 +39,18 @@ class Stream:
 
 @dataclass(frozen=True)
 class LayerStreams:
-    """All streams of one layer. window_rows: of the window's ring, a batch row."""
+    """All streams of one layer. window_rows: of the window's ring, a batch row, where there is one."""
 
     spec: LayerSpec
     streams: tuple[Stream, ...]
-    window_rows: int
+    window_rows: int = 0
 
     @property
     def label(self) -> str:
         return self.spec.label
 
     @property
-    def kind(self) -> LayerKind:
+    def kind(self) -> enum.Enum:
         return self.spec.kind
 
     @property

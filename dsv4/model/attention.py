@@ -7,7 +7,7 @@ every visible entry. Recent tokens are seen both raw and compressed.
 
 import torch
 
-from dsv4.cache.linear import LayerCache
+from dsv4.cache.layer import LayerCache
 from dsv4.errors import MissingSelection
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents
 from dsv4.model.compressor import KV_BLOCK, MainCompressor
@@ -46,7 +46,8 @@ class WindowAttention(Module):
             c.o_groups * c.o_lora_rank, self.H * self.D // c.o_groups, store("wo_a"), numerics, op
         )
         self.wo_b = Linear(c.hidden_size, c.o_groups * c.o_lora_rank, store("wo_b"), numerics, op)
-        self.ratio, self.base, self.scale, self.eps = spec.ratio, spec.rope, c.softmax_scale, c.rms_norm_eps
+        self.spec, self.ratio, self.base = spec, spec.ratio, spec.rope
+        self.scale, self.eps = c.softmax_scale, c.rms_norm_eps
         self.numerics, self.op = numerics, op
         self.path: dict = {}
 
@@ -195,7 +196,7 @@ class CSAAttention(WindowAttention):
         self.path = self.path_at(step.end)
         complete = step.window_full(self.W) and step.min_visible(self.ratio) >= self.path["selected"]
         entries = cache.main.entries
-        chosen = entries.chosen_captured(selection, step, self.op) if step.captured else entries.chosen(step, selection)
+        chosen = entries.chosen(step, selection, self.op)
         return self.op.sparse_attention(q, window, window_index, *chosen, self.attn_sink, self.scale, complete, step.T)
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache.linear import LayerCache
+from dsv4.cache.layer import LayerCache
 from dsv4.model.attention import ATTENTION
 from dsv4.model.config import ModelConfig
 from dsv4.model.hyper_connections import HyperConnection

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from dsv4.cache.linear import Form, form
+from dsv4.cache.cache import Cache, Form, form
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
@@ -18,38 +18,8 @@ from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import CapturedStep, Step
 
-if TYPE_CHECKING:
-    from dsv4.cache.linear import Lengths
-
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
 DECODED = 16  # the most tokens of an append that count as decoding by default
-
-
-class TokenCache(Protocol):
-    """The result of `new_cache`: caches of all layers for `batch` rows of up to `max_context` tokens, addressed by
-    position.
-
-    Besides the buffers its only state is `lengths`, the tokens of each row (`_main`, a `dsv4.cache.linear.Lengths`);
-    rows may be rewound by `max_rewind` tokens at least, which copies nothing.
-    """
-
-    batch: int
-    max_context: int
-    max_rewind: int
-    _main: "Lengths"
-    made_for: Form
-
-    @property
-    def lengths(self) -> list[int]: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def make_room(self, rows: slice, tokens: int) -> None: ...
-
-    def rewind(self, n: int | list[int]) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 class Embedding(Module):
@@ -76,7 +46,7 @@ class CausalLM(Module):
     uniform pieces.
 
     They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`,
-    `page_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
+    `cache_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
     """
 
     frequencies: dict[str, torch.Tensor]
@@ -107,19 +77,25 @@ class CausalLM(Module):
         """Shape of one token's residual stream(s) before the head."""
         raise NotImplementedError
 
-    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = 0) -> TokenCache:
+    def new_cache(
+        self, batch: int = 1, max_context: int | None = None, max_rewind: int = 0, memory: Any = None
+    ) -> Cache:
         """A preallocated cache for `batch` rows of up to `max_context` tokens, rewound by up to `max_rewind`."""
         raise NotImplementedError
 
-    def page_layout(self):
-        """The layout of its caches in pages: the `dsv4.cache.page_tables.PageLayout` of a `PagedCache`."""
+    def cache_layout(self, memory: Any = None):
+        """How its caches lie: a `dsv4.cache.layout.Layout`."""
         raise NotImplementedError
 
-    def run(self, step: Step, cache: TokenCache) -> torch.Tensor:
+    def page_layout(self):
+        """`cache_layout` for a `PagedCache`."""
+        return self.cache_layout()
+
+    def run(self, step: Step, cache: Cache) -> torch.Tensor:
         """Streams [N, *stream_shape] after all layers; writes the step to the cache."""
         raise NotImplementedError
 
-    def captured(self, step: CapturedStep, cache: TokenCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         """A captured step: streams before the head [N, *stream_shape], and logits fp32 [N, vocab]."""
         raise NotImplementedError
 
@@ -137,7 +113,7 @@ class CausalLM(Module):
     def append(
         self,
         ids: torch.Tensor,
-        cache: TokenCache,
+        cache: Cache,
         n_new: list[int] | None = None,
         logits: str = "all",
         return_streams: bool = False,
@@ -163,7 +139,7 @@ class CausalLM(Module):
         return out.result()
 
     def _run_pieces(
-        self, ids: torch.Tensor, cache: TokenCache, counts: list[int], chunk: int, out: "Collector", prompt: bool
+        self, ids: torch.Tensor, cache: Cache, counts: list[int], chunk: int, out: "Collector", prompt: bool
     ) -> None:
         starts = cache._main.now
         begin = list(starts)
@@ -203,7 +179,7 @@ class CausalLM(Module):
         layers = len(self.layers) + len(self.mtp)
         return form(self.config, self.numerics, len(self.mtp) > 0, self.layer_devices or [self.device] * layers)
 
-    def _check(self, ids, cache: TokenCache, n_new, logits: str, chunk: int | None) -> list[int]:
+    def _check(self, ids, cache: Cache, n_new, logits: str, chunk: int | None) -> list[int]:
         check_logits(logits)
         check_chunk(chunk)
         check_tokens("ids", ids)

@@ -9,7 +9,7 @@ the indexer scores.
 
 import torch
 
-from dsv4.cache.linear import CompressorCache
+from dsv4.cache.layer import CompressorCache
 from dsv4.kernels.fusions.compositions import INDEX_KEY_BLOCK, KV_BLOCK, Windows
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, parameter

@@ -5,13 +5,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from dsv4.cache.host_tier.entries import host_cache
-from dsv4.cache.linear import DEFAULT_MAX_REWIND, Cache
-from dsv4.cache.page_tables import CompressedLayout
+from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.entries import StagedLayout
+from dsv4.cache.layout import LatentLayout
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import bind
 from dsv4.kernels.fusions import COMPOSITIONS
-from dsv4.kernels.operations import OPERATIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.model.arguments import (
     check_cache,
     check_chunk,
@@ -67,24 +68,37 @@ class Model(CausalLM):
 
     # ---- running -------------------------------------------------------------------------
 
-    def new_cache(self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND) -> Cache:
+    def new_cache(
+        self,
+        batch: int = 1,
+        max_context: int | None = None,
+        max_rewind: int = DEFAULT_MAX_REWIND,
+        memory: HostMemory | None = None,
+    ) -> Cache:
         """A preallocated cache for `batch` rows of up to `max_context` tokens.
 
-        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings.
+        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. memory:
+        what is in host memory; None: what the model was loaded with.
         Raises InputError beyond the latter, CapacityError with the bytes when it does not fit.
         """
-        if self.kv_memory is not None:
-            return host_cache(self, batch, max_context, max_rewind, self.kv_memory)
         n = self.config.num_hidden_layers + len(self.mtp)
-        devices = self.layer_devices or [self.device] * n
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
-        return Cache(
-            self.config, self.numerics, batch, max_context, max_rewind, devices, len(self.mtp) > 0, self.op.write_rows
-        )
+        return Cache(self.cache_layout(memory), batch, max_context, max_rewind, self.layer_devices or [self.device] * n)
 
-    def page_layout(self) -> CompressedLayout:
-        return CompressedLayout(self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows)
+    def cache_layout(self, memory: HostMemory | None = None) -> LatentLayout:
+        """Raises InputError for entries in host memory with layers spread over devices."""
+        given = self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows
+        memory = memory or self.kv_memory
+        if memory is None:
+            return LatentLayout(*given)
+        if self.layer_devices is not None:
+            raise InputError(
+                "entries in host memory were asked for with layers spread over devices; leave out --device-map or "
+                "--kv-memory host"
+            )
+        operation = bind({"fetch": GQA_OPERATIONS["fetch"]}, self.backend, self.dispatch).fetch
+        return StagedLayout(*given, memory, operation)
 
     @torch.inference_mode()
     def mtp_logits(

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from dsv4.cache.cache import Cache
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.cache.linear import Cache
 from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PackedRows, RowFormat
 from dsv4.kernels.quantize import WeightFormat

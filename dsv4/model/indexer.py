@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache.linear import LayerCache
+from dsv4.cache.layer import LayerCache
 from dsv4.kernels.fusions.compositions import IndexHeads
 from dsv4.model.compressor import IndexerKeyCompressor
 from dsv4.model.config import ModelConfig

@@ -2,7 +2,8 @@
 
 import torch
 
-from dsv4.cache.linear import Cache, LayerCache
+from dsv4.cache.cache import Cache
+from dsv4.cache.layer import LayerCache
 from dsv4.model.block import Block
 from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig

@@ -16,7 +16,8 @@ class LayerKind(enum.Enum):
 class LayerSpec:
     """One layer. Ownership is by source: a layer may read entries, or use a selection, that another layer made.
 
-    label: 'layer 3' or 'mtp 0', for people; prefix: of its tensors' official names, 'layers.3' or 'mtp.0'.
+    label: 'layer 3' or 'mtp 0', for people; prefix: of its tensors' names in the file, 'layers.3' or 'mtp.0'.
+    kind: what it attends to, a member of its family's enumeration.
     ratio: tokens an entry, 0 without compression; overlap: windows of `ratio` tokens that one entry pools.
     rope: the base of its rotations, 'main' or 'compress'; hashed: experts by token id instead of by score.
     entries_of, selection_of: the label of the layer whose compressed entries it reads, and of the one whose selection
@@ -25,7 +26,7 @@ class LayerSpec:
 
     label: str
     prefix: str
-    kind: LayerKind
+    kind: enum.Enum
     ratio: int = 0
     overlap: int = 0
     rope: str = "main"

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.cache.linear import Lengths
+from dsv4.cache.cache import Cache, Lengths
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.model.arguments import check_cache, check_whole
-from dsv4.model.causal import CausalLM, TokenCache, captures
+from dsv4.model.causal import CausalLM, captures
 from dsv4.model.causal import capacity as capacity  # its old place, until 0.4
 from dsv4.model.mtp import run_block
 from dsv4.model.step import CapturedStep
@@ -42,7 +42,7 @@ class DecodeGraph:
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
     """
 
-    def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
+    def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1):
         if model.layer_devices is not None:
             raise InputError(
                 "a decode step cannot be captured while layers are spread over devices; load without --device-map"
@@ -165,7 +165,7 @@ class BlockGraph(DecodeGraph):
     that entry, by default the last of `tokens`; `ends` sets it.
     """
 
-    def __init__(self, model: CausalLM, cache: TokenCache, tokens: int = 1):
+    def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1):
         c = model.config
         self.fed = torch.zeros(
             cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device

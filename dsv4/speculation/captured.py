@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 import torch
 
-from dsv4.cache.linear import Cache, Lengths
+from dsv4.cache.cache import Cache, Lengths
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paged_view import PagedView
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.causal import CausalLM
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.sending import sent
 from dsv4.speculation.passes import Append
@@ -30,7 +30,7 @@ class Steps:
 
     mtp, graph = False, DecodeGraph
 
-    def __init__(self, model: CausalLM, cache: TokenCache):
+    def __init__(self, model: CausalLM, cache: Cache):
         self.model, self.cache, self.capture_seconds = model, cache, 0.0
         self.graphs: dict[tuple[int, int], DecodeGraph] = {}  # by rows and tokens
         self._views: dict[int, PagedView] = {}  # by rows
@@ -102,7 +102,7 @@ class Steps:
 class Captured(Steps):
     """Runs passes as captured steps, or as an append if they cannot be captured."""
 
-    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
+    def __init__(self, model: CausalLM, cache: Cache, pads: bool = False):
         super().__init__(model, cache)
         self.append = Append(model, cache, pads)
 
@@ -116,7 +116,7 @@ class CapturedBlock(Steps):
 
     mtp, graph = True, BlockGraph
 
-    def __init__(self, model: CausalLM, cache: TokenCache, captured: bool = True):
+    def __init__(self, model: CausalLM, cache: Cache, captured: bool = True):
         super().__init__(model, cache)
         self.captured = captured
 

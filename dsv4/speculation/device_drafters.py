@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache.linear import Cache, Lengths
+from dsv4.cache.cache import Cache, Lengths
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.causal import CausalLM
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.mtp import run_block
 from dsv4.speculation.choosing import Choice, Greedy
@@ -194,7 +194,7 @@ class LookupDrafts(RoundDrafter):
 
 def primed(
     model: CausalLM,
-    cache: TokenCache,
+    cache: Cache,
     prompts: list[list[int]],
     on_prefill: Callable[[int, int], None] | None = None,
     choice: Choice = Greedy(),

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
-from dsv4.model.causal import CausalLM, TokenCache, captures
+from dsv4.model.causal import CausalLM, captures
 from dsv4.sending import sent
 from dsv4.speculation.captured import CapturedBlock
 
@@ -39,7 +40,7 @@ class Drafter(ABC):
     captured: CapturedBlock | None = None  # the object that runs a drafting model, once a batch has begun
 
     @abstractmethod
-    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: Cache, choose: Choose) -> None:
         """A new batch. `choose` draws a token from a draft's logits as the request samples."""
 
     @abstractmethod
@@ -83,7 +84,7 @@ class MTPDrafter(Drafter):
     # is right most often
     draft_tokens = 1
 
-    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: Cache, choose: Choose) -> None:
         self._model, self._cache, self._choose = model, cache, choose
         self._run = self.captured = CapturedBlock(model, cache, captures(model))
         # (streams [c, n, d], next ids [c]) of a row
@@ -154,7 +155,7 @@ class LookupDrafter(Drafter):
             )
         self.longest, self.shortest = longest, shortest
 
-    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose: Choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: Cache, choose: Choose) -> None:
         self._rows = [_NGrams(self.longest, self.shortest) for _ in prompts]
         for b, prompt in enumerate(prompts):
             self.join(b, prompt)

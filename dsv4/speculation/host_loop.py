@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
-from dsv4.model.causal import CausalLM, TokenCache, captures
+from dsv4.model.causal import CausalLM, captures
 from dsv4.runtime.graph import captured_graph
 from dsv4.speculation.device_drafters import RoundDrafter
 from dsv4.speculation.ring import Ring
@@ -65,7 +66,7 @@ class HostLoop(ABC):
     def __init__(
         self,
         model: CausalLM,
-        cache: TokenCache,
+        cache: Cache,
         most: int,
         room: int,
         widths: Sequence[int] | None,

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache
 from dsv4.cache.host_tier.grouped import host_use
-from dsv4.cache.linear import DEFAULT_MAX_REWIND
 from dsv4.engine.generate import Generation, Sampling, context_full, context_limit, distribution
 from dsv4.errors import InputError
-from dsv4.model.causal import CausalLM, TokenCache, capacity
+from dsv4.model.causal import CausalLM, capacity
 from dsv4.speculation import verify as ways
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.captured import Steps
@@ -59,7 +59,7 @@ def generate_speculative(
     on_prefill: Callable[[int, int], None] | None = None,
     pressure: Callable[[], bool] = lambda: False,
     max_rewind: int = DEFAULT_MAX_REWIND,
-    verify: Callable[[CausalLM, TokenCache], Verify] = ways.default,
+    verify: Callable[[CausalLM], Verify] = ways.default,
 ) -> list[Generation]:
     """Generate from prompts until a stop id or `max_new_tokens` each, as `dsv4.engine.generate.generate` does from one
     prompt.
@@ -116,7 +116,7 @@ class _Batch:
     def __init__(
         self,
         model: CausalLM,
-        cache: TokenCache,
+        cache: Cache,
         rows: list[_Row],
         drafter: Drafter,
         sampling: Sampling,

@@ -4,8 +4,9 @@ from typing import Protocol
 
 import torch
 
+from dsv4.cache.cache import Cache
 from dsv4.kernels.quantize.kept import keeping
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.causal import CausalLM
 
 
 class Verify(Protocol):
@@ -23,7 +24,7 @@ class Append:
     """One append. pads: rows with fewer drafts run pads if they have room for them: one uniform pass of the model
     instead of a piece for each length. The caller's rewind drops pads as it drops wrong drafts."""
 
-    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = True):
+    def __init__(self, model: CausalLM, cache: Cache, pads: bool = True):
         self.model, self.cache, self.pads = model, cache, pads
 
     def __call__(
@@ -44,7 +45,7 @@ class SingleSteps:
     """Runs the tokens of a pass one at a time, as plain decoding does, so its logits are equal bit for bit, in any
     numerics. The steps of a pass share dequantised weights; otherwise this is no faster than plain decoding."""
 
-    def __init__(self, model: CausalLM, cache: TokenCache, pads: bool = False):
+    def __init__(self, model: CausalLM, cache: Cache, pads: bool = False):
         self.model, self.cache = model, cache
 
     def __call__(

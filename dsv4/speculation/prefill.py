@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.cache.cache import Cache
+from dsv4.model.causal import CausalLM
 
 OnStreams = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
 def prefill(
     model: CausalLM,
-    cache: TokenCache,
+    cache: Cache,
     prompts: list[list[int]],
     on_streams: OnStreams | None = None,
     on_prefill: Callable[[int, int], None] | None = None,

@@ -18,7 +18,7 @@ With the block as drafter, its entry at position t is computed from the main mod
 1, so it holds `start` entries before it drafts. d_1 comes from its last state, d_2 … d_D from its own streams fed back,
 from position `start` on.
 
-Rows that verification wrote beyond the new length are written again before they can be read (`dsv4.cache.linear`); so
+Rows that verification wrote beyond the new length are written again before they can be read (`dsv4.cache.cache`); so
 are the block's entries of chained drafts.
 """
 
@@ -27,9 +27,10 @@ from contextlib import contextmanager
 
 import torch
 
+from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.kernels.commit_rows import commit, next_sizes
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.causal import CausalLM
 from dsv4.model.step import CapturedStep
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
@@ -53,7 +54,7 @@ class Rounds(HostLoop):
     def __init__(
         self,
         model: CausalLM,
-        cache: TokenCache,
+        cache: Cache,
         most: int,
         tokens: torch.Tensor,
         drafter: RoundDrafter,

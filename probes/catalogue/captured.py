@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.probes.compare import agreeing, token_errors, tokens, window_of
 from dsv4.probes.oracle import kinds

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.cache.host_tier.entries import HostEntries, host_cache
+from dsv4.cache.host_tier.entries import Staged
 from dsv4.cache.host_tier.grouped import HostRows
 from dsv4.cache.host_tier.memory import PinnedMemoryError
 from dsv4.cache.host_tier.stream import DenseStream
@@ -177,11 +177,11 @@ class HostTier(Probe):
 
     def _csa(self, subject: Subject, first: int, slots: int, where: str, tight: bool) -> Iterator[Check]:
         model, lengths, room = subject.model, [first, first - 9], first + 70
-        plain, tier = model.new_cache(2, room), host_cache(model, 2, room, choice=HostMemory(slots))
+        plain, tier = model.new_cache(2, room), model.new_cache(2, room, memory=HostMemory(slots))
         far = {
-            i: layer.main.entries
+            i: layer.main.entries.rows
             for i, layer in enumerate(tier.layers)
-            if layer.main is not None and isinstance(layer.main.entries, HostEntries)
+            if layer.main is not None and isinstance(layer.main.entries.rows, Staged)
         }
         fetches, output, rows = {}, Tally(), Tally()
         for i, entries in far.items():

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from dsv4.cache.linear import DEFAULT_MAX_REWIND
-from dsv4.cache.rows import Entries
+from dsv4.cache.cache import DEFAULT_MAX_REWIND
+from dsv4.cache.rows import Entries, Linear
 from dsv4.cache.streams import Stream, cache_streams, zeros
 from dsv4.errors import CapacityError
 from dsv4.model.config import ModelConfig
@@ -258,7 +258,7 @@ class MemoryMap(Probe):
                 f"{2 * n * D} B cannot be reserved: {str(error).splitlines()[0]}",
                 **about,
             )
-        entries = Entries(buffer, ratio)
+        entries = Entries(Linear(buffer), ratio)
         step = Step(torch.zeros(1, ratio, dtype=torch.int64), 0, [(n - 1) * ratio], {})
         entries.write(step, torch.ones(1, D))
         pool, rows = entries.chosen(step, torch.full((1, ratio, 1), n - 1))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from dsv4.cache.linear import DEFAULT_MAX_REWIND
+from dsv4.cache.cache import DEFAULT_MAX_REWIND
 from dsv4.probes.compare import agreeing, oracle_of, token_errors, tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous

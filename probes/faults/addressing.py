@@ -6,10 +6,10 @@ from itertools import count
 import torch
 from torch.nn import functional as F
 
-from dsv4.cache import linear as caching
+from dsv4.cache import layout
 from dsv4.cache import streams as sizes
-from dsv4.cache.linear import Cache, Lengths
-from dsv4.cache.rows import Entries, Ring
+from dsv4.cache.cache import Cache, Lengths
+from dsv4.cache.rows import Entries, Tokens
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.compression import given
@@ -19,10 +19,9 @@ def stored_at(site: Site, slot_of) -> None:
     """Entries are written to slot_of(slots int64 [n], buffer [batch, entries, width]); negative: not at all."""
 
     def write(entries, step, values):
-        slots = slot_of(
-            (step.new_windows(entries.ratio) + step.row * entries.buffer.shape[1]).flatten(), entries.buffer
-        )
-        entries.flat.index_copy_(0, slots[slots >= 0], values.to(entries.buffer.dtype)[slots >= 0])
+        buffer = entries.rows.buffer
+        slots = slot_of((step.new_windows(entries.ratio) + step.row * buffer.shape[1]).flatten(), buffer)
+        entries.flat.index_copy_(0, slots[slots >= 0], values.to(buffer.dtype)[slots >= 0])
 
     site.patch(Entries, "write", write)
 
@@ -49,11 +48,11 @@ def stores_beyond_a_register_are_dropped(site: Site) -> None:
 def window_without_the_current_token(site: Site) -> None:
     """The window's rows are read before the step's own are written: it ends one token early."""
 
-    def last(ring, step, window):
+    def last(tokens, step, window):
         positions = step.pos.unsqueeze(-1) + torch.arange(-window, 0, device=step.device)
-        return torch.where(positions < 0, -1, ring.index(step, positions)).flatten(0, 1)
+        return torch.where(positions < 0, -1, tokens.rows.index(step, positions)).flatten(0, 1)
 
-    site.patch(Ring, "last", last)
+    site.patch(Tokens, "last", last)
 
 
 @mutation("1.10", bugs=(109, 132), parts=("rewinding",), probes=("rollback",))
@@ -81,14 +80,14 @@ def caches_in_fp32_whatever_was_asked(site: Site) -> None:
 def writes_go_to_the_first_row(site: Site) -> None:
     """The command that writes lacks the slot of its request: every row's window and raw rows go to the ring of the
     first."""
-    site.patch(Ring, "_slots", lambda ring, step, key, positions: (positions() % ring.R + 0 * step.row).flatten())
+    site.patch(Tokens, "slots", lambda tokens, step: (step.pos % tokens.rows.R + 0 * step.row).flatten())
 
 
 @mutation("1.10", bugs=(134, 135), parts=("rows that share memory",), probes=("memory_map",))
 def rows_of_a_batch_in_one_buffer(site: Site) -> None:
     """A buffer of one row is handed out for all rows of the batch: requests that run together share memory."""
     real = site.patch(
-        caching,
+        layout,
         "zeros",
         lambda stream, device: real(replace(stream, shape=(1, *stream.shape[1:])), device).expand(stream.shape),
     )
@@ -100,7 +99,7 @@ def rejected_drafts_stay_in_the_compressor(site: Site) -> None:
 
     def change(cache, step, raw, ape):
         high, cache.high = getattr(cache, "high", 0), max(getattr(cache, "high", 0), max(step.starts) + step.T)
-        held = cache.raw.flat[(step.pos % cache.raw.R + step.row * cache.raw.R).flatten()].clone()
+        held = cache.raw.flat[cache.raw.rows.place(step, step.pos).flatten()].clone()
         held[:, raw.shape[1] // 2 :] -= ape[step.pos.flatten() % cache.ratio]
         return torch.where((step.pos.flatten() < high).unsqueeze(1), held, raw), ape
 
@@ -121,7 +120,7 @@ def prefix_hit_without_its_window(site: Site) -> None:
     def rewind(cache, n):
         real(cache, n)
         for layer in cache.layers:
-            layer.window.buffer.zero_()
+            layer.window.flat.zero_()
 
     real = site.patch(Cache, "rewind", rewind)
 

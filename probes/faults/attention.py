@@ -2,8 +2,8 @@
 
 import torch
 
-from dsv4.cache.linear import LayerCache
-from dsv4.cache.rows import Entries, Ring
+from dsv4.cache.layout import LatentLayout
+from dsv4.cache.rows import Entries, Ring, Tokens
 from dsv4.model.attention import ATTENTION, GroupedLinear, WindowAttention
 from dsv4.model.config import ModelConfig
 from dsv4.probes.faults import Site, mutation
@@ -32,14 +32,11 @@ def outputs(site: Site, change) -> None:
 
 def windows(site: Site, change) -> None:
     """Every layer keeps and reads change(W) tokens of window."""
-    prepare, last = LayerCache.__init__, Ring.last
-
-    def init(self, plan, sliding_window, *rest):
-        prepare(self, plan, sliding_window, *rest)
-        self.window = Ring(self.tensors["window"], change(sliding_window) - 1)
-
-    site.patch(LayerCache, "__init__", init)
-    site.patch(Ring, "last", lambda self, step, window: last(self, step, change(window)))
+    last = Tokens.last
+    site.patch(
+        LatentLayout, "window_rows", lambda layout, plan, held: Ring(held, change(layout.config.sliding_window) - 1)
+    )
+    site.patch(Tokens, "last", lambda self, step, window: last(self, step, change(window)))
 
 
 # ---- the window ---------------------------------------------------------------------------
@@ -48,9 +45,9 @@ def windows(site: Site, change) -> None:
 @mutation("1.7", bugs=(102,), parts=("window",), probes=("influence",))
 def window_without_bound(site: Site) -> None:
     """The sliding window is wired into no mask: a prefill attends to every token before it."""
-    last = Ring.last
+    last = Tokens.last
     site.patch(
-        Ring, "last", lambda self, step, window: last(self, step, window if any(step.starts) else max(window, step.T))
+        Tokens, "last", lambda self, step, window: last(self, step, window if any(step.starts) else max(window, step.T))
     )
 
 
@@ -75,20 +72,20 @@ def window_one_too_long(site: Site) -> None:
 @mutation("1.7", bugs=(109,), parts=("window", "caches"), probes=("influence", "schedules"))
 def ring_without_room_for_the_step(site: Site) -> None:
     """The ring ignores how long the current step is: later tokens overwrite rows that earlier queries still need."""
-    site.patch(Ring, "_in_place", lambda self, step: True)
+    site.patch(Ring, "fits", lambda self, step: True)
 
 
 @mutation("1.7", bugs=(109,), parts=("window",), probes=("influence", "schedules"))
 def window_forgets_the_step_before(site: Site) -> None:
     """A query attends only to window tokens of its own step."""
-    last = Ring.last
+    last = Tokens.last
 
     def own_step(self, step, window):
         t, back = torch.arange(step.T, device=step.device), torch.arange(1 - window, 1, device=step.device)
         first = (t.view(-1, 1) + back >= 0).repeat(step.B, 1)
         return torch.where(first, last(self, step, window), -1)
 
-    site.patch(Ring, "last", own_step)
+    site.patch(Tokens, "last", own_step)
 
 
 @mutation("1.7", bugs=(), parts=("window",), probes=("influence",))
@@ -115,8 +112,8 @@ def recent_tokens_are_seen_once(site: Site) -> None:
     """Entries whose tokens are in the window as well are left out."""
     real = Entries.chosen
 
-    def older(self, step, entry):
-        return real(self, step, torch.where(4 * entry + 3 < step.pos.unsqueeze(-1) - 7, entry, -1))
+    def older(self, step, entry, op):
+        return real(self, step, torch.where(4 * entry + 3 < step.pos.unsqueeze(-1) - 7, entry, -1), op)
 
     site.patch(Entries, "chosen", older)
 
@@ -125,7 +122,7 @@ def recent_tokens_are_seen_once(site: Site) -> None:
 def rows_addressed_without_their_stride(site: Site) -> None:
     """Entries are read by a flat number that ignores how far apart the rows of a batch lie."""
 
-    def packed(self, step, entry):
+    def packed(self, step, entry, op):
         n = step.max_visible(self.ratio)  # as if the pool held nothing beyond
         return self.flat, torch.where(entry < 0, -1, entry + (step.row * (n - n // 2)).unsqueeze(-1)).flatten(0, 1)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache.rows import Ring
+from dsv4.cache.rows import Tokens
 from dsv4.model.step import CapturedStep
 from dsv4.probes.faults import Site, mutation
 from dsv4.runtime.graph import DecodeGraph
@@ -36,13 +36,11 @@ def window_slots_of_the_hosts_start(site: Site) -> None:
     """Slots of the window come from the host's count of tokens, which a replay does not see."""
     held = {}
 
-    def slots(ring, step, key, positions):
-        found = real(ring, step, key, positions)
-        return (
-            held.setdefault((ring.R, key, step.N, id(step.start)), found) if step.captured and ring.keep >= 7 else found
-        )
+    def slots(tokens, step):
+        found, ring = real(tokens, step), tokens.rows
+        return held.setdefault((ring.R, step.N, id(step.start)), found) if step.captured and ring.keep >= 7 else found
 
-    real = site.patch(Ring, "_slots", slots)
+    real = site.patch(Tokens, "slots", slots)
 
 
 @mutation("1.10", bugs=(), parts=("captured step, windows that complete",), probes=("captured",))

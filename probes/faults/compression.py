@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 
 from dsv4.cache import streams as sizes
-from dsv4.cache.linear import Cache, CompressorCache
-from dsv4.cache.rows import Entries
+from dsv4.cache.cache import Cache
+from dsv4.cache.layer import CompressorCache
+from dsv4.cache.rows import Entries, Linear
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.configuration import effective
@@ -252,8 +253,8 @@ def entries_stored_one_slot_late(site: Site) -> None:
     """Entries and index keys are written to the slot after their own."""
 
     def write(entries, step, values):
-        late = Entries(entries.buffer, entries.ratio)
-        late.flat = entries.flat.roll(-1, 0)
+        late = Entries(Linear(entries.rows.buffer), entries.ratio)
+        late.rows.flat = entries.flat.roll(-1, 0)
         real(late, step, values)
         entries.flat.copy_(late.flat.roll(1, 0))
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.catalogue import isolation, rollback, schedules
 from dsv4.probes.faults import Site, mutation

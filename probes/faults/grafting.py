@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.cache import prefixes
-from dsv4.cache.linear import CompressorCache
+from dsv4.cache.layer import CompressorCache
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paged_view import PagedView
 from dsv4.cache.paging import BLOCK, NOWHERE, PagePool

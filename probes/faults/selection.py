@@ -13,7 +13,7 @@ def gathered(site: Site, change) -> None:
     """entry int64 [B, T, K], on the way from the indexer to the rows that attention reads, becomes change(entry,
     step)."""
     real = Entries.chosen
-    site.patch(Entries, "chosen", lambda self, step, entry: real(self, step, change(entry, step)))
+    site.patch(Entries, "chosen", lambda self, step, entry, op: real(self, step, change(entry, step), op))
 
 
 def picked(site: Site, change) -> None:
@@ -233,7 +233,7 @@ def selection_of_another_row(site: Site) -> None:
 def entries_of_the_first_row(site: Site) -> None:
     """In a batch, every row reads the entries of the first."""
 
-    def first(self, step, entry):
+    def first(self, step, entry, op):
         return self.flat, entry.flatten(0, 1)
 
     site.patch(Entries, "chosen", first)

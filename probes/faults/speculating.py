@@ -3,8 +3,9 @@ lengths."""
 
 import torch
 
-from dsv4.cache.linear import Cache, LayerCache
-from dsv4.cache.rows import Entries, Ring
+from dsv4.cache.cache import Cache
+from dsv4.cache.layer import LayerCache
+from dsv4.cache.rows import Entries, Tokens
 from dsv4.probes.faults import Site, mutation
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.device_drafters import MTPDrafts
@@ -17,26 +18,26 @@ def kept_rows(site: Site, ring_of) -> None:
     """Rows of a ring of the main model that were written once are not written again by shorter steps: what was rejected
     stays."""
 
-    def init(layer, plan, *args, **more):
-        real(layer, plan, *args, **more)
-        ring = None if plan.label.startswith("mtp") else ring_of(layer)
+    def init(layer, spec, *args, **more):
+        real(layer, spec, *args, **more)
+        ring = None if spec.drafts else ring_of(layer)
         if ring is not None:
             ring.high = {}
 
     real = site.patch(LayerCache, "__init__", init)
 
     def extend(ring, step, values):
-        if getattr(ring, "high", None) is None or not ring._in_place(step):
+        if getattr(ring, "high", None) is None or not ring.rows.fits(step):
             return extended(ring, step, values)
         high = torch.tensor([[ring.high.get(b, 0)] for b in range(step.first, step.first + step.B)], device=step.device)
         old = (step.pos < high).flatten().unsqueeze(1)
         for b, start in enumerate(step.starts, step.first):
             ring.high[b] = max(ring.high.get(b, 0), start + step.T)
         return extended(
-            ring, step, torch.where(old, ring.fetch(ring.slots(step), values.dtype).to(values.dtype), values)
+            ring, step, torch.where(old, ring.rows.fetch(ring.slots(step), values.dtype).to(values.dtype), values)
         )
 
-    extended = site.patch(Ring, "extend", extend)
+    extended = site.patch(Tokens, "extend", extend)
 
 
 # ---- what is forgotten --------------------------------------------------------------------
@@ -73,12 +74,12 @@ def index_keys_of_rejected_drafts_stay(site: Site) -> None:
     real_init = site.patch(LayerCache, "__init__", init)
 
     def write(entries, step, values):
-        if not hasattr(entries, "once") or entries.packed:
+        if not hasattr(entries, "once") or entries.rows.packed:
             return real(entries, step, values)
         slots = entries.slots(step)
         fresh = torch.tensor([int(s) not in entries.once for s in slots], device=slots.device)
         entries.once.update(slots.tolist())
-        entries.flat.index_copy_(0, slots[fresh], values.to(entries.buffer.dtype)[fresh])
+        entries.flat.index_copy_(0, slots[fresh], values.to(entries.flat.dtype)[fresh])
 
     real = site.patch(Entries, "write", write)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.kernels.cache_rows import PackedRows, decode_rows
 from dsv4.model.gqa.cache import GroupedCache
 from dsv4.probes.oracle import kinds

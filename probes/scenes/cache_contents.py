@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache, Snapshot
 from dsv4.model.gqa.cache import BLOCK, GroupedCache
 from dsv4.probes.compare import agreeing

@@ -6,7 +6,7 @@ The tensor of starts is made once and rewritten for every step, as for a replay.
 
 import torch
 
-from dsv4.cache.linear import DEFAULT_MAX_REWIND
+from dsv4.cache.cache import DEFAULT_MAX_REWIND
 from dsv4.model.step import CapturedStep
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.subject import Subject

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache, Snapshot
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree

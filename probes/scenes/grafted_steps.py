@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.model.causal import CausalLM, TokenCache, capacity
+from dsv4.cache.cache import Cache
+from dsv4.model.causal import CausalLM, capacity
 from dsv4.probes.compare import TOLERANCES
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts
@@ -27,7 +28,7 @@ class KnownDrafter(Drafter):
     def __init__(self, texts: list[list[int]], right: list[int], vocab: int):
         self.texts, self.right, self.vocab = texts, right, vocab
 
-    def begin(self, prompts: list[list[int]], model: CausalLM, cache: TokenCache, choose) -> None:
+    def begin(self, prompts: list[list[int]], model: CausalLM, cache: Cache, choose) -> None:
         self.at, self.passes = [0] * len(self.texts), [0] * len(self.texts)
 
     def join(self, b: int, prompt: list[int]) -> None:
@@ -75,7 +76,7 @@ class Plain:
         return at if self.tells(at, subject) else None
 
 
-def single(model: CausalLM, cache: TokenCache):
+def single(model: CausalLM, cache: Cache):
     """Plain decoding's own step: on the host one token of `append`, on a GPU the captured step of one token."""
     return (SingleSteps if model.backend in ON_HOST else default)(model, cache)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.cache.rows import Entries
+from dsv4.cache.rows import Entries, Linear
 from dsv4.cache.streams import Stream, zeros
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, read_rows
 from dsv4.model.step import Step
@@ -176,7 +176,7 @@ def _far(subject: Subject, stream: str, form: Packed) -> Check:
         data = zeros(Stream(stream, (1, pages, form.page), torch.uint8, ""), device)
     except (RuntimeError, MemoryError) as error:
         return vacuous(name, f"{pages * form.page} B cannot be reserved: {str(error).splitlines()[0]}", **about)
-    entries = Entries(rows_of(form, data), ratio, subject.model.op.write_rows)
+    entries = Entries(Linear(rows_of(form, data), subject.model.op.write_rows), ratio)
     step = Step(torch.zeros(1, ratio, dtype=torch.int64, device=device), 0, [(n - 1) * ratio], {})
     values = some_values(form, 1, 0)
     entries.write(step, values.to(device, subject.model.numerics.activation))

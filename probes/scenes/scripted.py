@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.result import Check, compare
 from dsv4.probes.scenes.cache_contents import Rows, visible

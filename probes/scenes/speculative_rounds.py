@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import pad
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.probes.catalogue.captured import exactly
 from dsv4.probes.compare import agreeing, token_errors, tokens
 from dsv4.probes.result import Check, compare

@@ -8,9 +8,9 @@ from types import MappingProxyType
 
 import torch
 
-from dsv4.cache.linear import DEFAULT_MAX_REWIND, LayerCache
-from dsv4.cache.rows import Ring
-from dsv4.cache.streams import cache_streams
+from dsv4.cache.cache import DEFAULT_MAX_REWIND
+from dsv4.cache.layer import LayerCache
+from dsv4.cache.rows import Tokens
 from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PackedRows, read_rows
 from dsv4.kernels.errors import BackendUnavailable
@@ -157,8 +157,7 @@ class OurSubject(Subject):
         only."""
         want, (B, T), model, block = check_points(want), ids.shape, self.model, self.model.layers[layer]
         device = model.layer_devices[layer] if model.layer_devices else model.device
-        plan = cache_streams(self.config, B, T, DEFAULT_MAX_REWIND, model.numerics, mtp=False)[layer]
-        cache, timeline = LayerCache(plan, self.config.sliding_window, device, model.op.write_rows), Timeline(B, T)
+        cache, timeline = self._layer_cache(layer, B, T, DEFAULT_MAX_REWIND), Timeline(B, T)
         with _Taps(timeline, want) as taps:
             taps.block(layer, block)
             taps.attention(layer, block.attn, cache)
@@ -183,8 +182,7 @@ class OurSubject(Subject):
             raise InputError(f"attn_in {list(attn_in.shape)} and ids {[B, T]} must have as many tokens in every row")
         model, attn, steps = self.model, self.model.layers[layer].attn, steps_of(T, schedule)
         device = model.layer_devices[layer] if model.layer_devices else model.device
-        plan = cache_streams(self.config, B, T, _rewind_room(steps), model.numerics, mtp=False)[layer]
-        cache, timeline = LayerCache(plan, self.config.sliding_window, device, model.op.write_rows), Timeline(B, T)
+        cache, timeline = self._layer_cache(layer, B, T, _rewind_room(steps)), Timeline(B, T)
         with _Taps(timeline, want) as taps:
             taps.attention(layer, attn, cache)
             for start, n in (step for step in steps if step[1] > 0):  # a rewind is nothing but an earlier start
@@ -193,6 +191,12 @@ class OurSubject(Subject):
                 attn(x, step.on(device), cache)
         put_entries(timeline, layer, cache, lengths, want)
         return timeline.capture()
+
+    def _layer_cache(self, layer: int, B: int, T: int, max_rewind: int) -> LayerCache:
+        """A cache of one layer alone."""
+        model, layout = self.model, self.model.cache_layout()
+        device = model.layer_devices[layer] if model.layer_devices else model.device
+        return layout.layer(layout.plan(B, T, max_rewind)[layer], device)
 
     def weight(self, name: str) -> torch.Tensor:
         """The parameter as the model holds it, dequantised: its part of a stack (w13, wkv_gate) by its own official
@@ -290,16 +294,16 @@ class _Taps:
         if point in self.want:
             self.timeline.put(i, point, values, step.starts, step.first)
 
-    def _window(self, i: int, ring: Ring, step: Step, pool: torch.Tensor) -> None:
+    def _window(self, i: int, window: Tokens, step: Step, pool: torch.Tensor) -> None:
         """Every position that the step can read, from its pool; then those that the ring still holds, from the ring."""
+        ring = window.rows
         positions = step.start.unsqueeze(1) + torch.arange(-ring.keep, step.T, device=step.device)
         rows = ring.index(step, positions).flatten()
         read = lambda rows: read_rows(pool, rows) if isinstance(pool, PackedRows) else pool.index_select(0, rows)
         seen = read(rows).view(step.B, ring.keep + step.T, -1)
         self.timeline.put(i, "kv_window", seen, [start - ring.keep for start in step.starts], step.first)
         held = min(step.T, ring.R)
-        slots = step.pos[:, -held:] % ring.R + step.row * ring.R
-        kept = ring.fetch(slots.flatten(), seen.dtype).view(step.B, held, -1)
+        kept = ring.fetch(ring.place(step, step.pos[:, -held:]).flatten(), seen.dtype).view(step.B, held, -1)
         self.timeline.put(i, "kv_window", kept, [start + step.T - held for start in step.starts], step.first)
 
     def _scores(self, i: int, scores: torch.Tensor, step: Step) -> None:

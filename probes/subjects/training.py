@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from dsv4.cache.sequence import SequenceLayer, Sequences, SequenceWindow
+from dsv4.cache.layer import LayerCache
+from dsv4.cache.rows import Tokens
+from dsv4.cache.sequence import layer_of, sequences
 from dsv4.errors import InputError
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.kernels.quantize import WeightFormat
@@ -50,16 +52,16 @@ class TrainingSubject(OurSubject):
     def _run(self, ids: torch.Tensor, steps: list, want: frozenset[str], see: Callable | None = None) -> Capture:
         model, (B, T) = self.model, ids.shape
         self._refuse(ids, steps)
-        sequences, timeline = Sequences(self.config, mtp=False), Timeline(B, T)
+        kept, timeline = sequences(self.config, mtp=False), Timeline(B, T)
         with _SequenceTaps(timeline, want) as taps:
             for i, block in enumerate(model.layers):
                 taps.block(i, block)
-                taps.attention(i, block.attn, sequences.layers[i])
+                taps.attention(i, block.attn, kept.layers[i])
                 if see is not None:
-                    taps.done(block, lambda i=i: _hand_over(see, timeline, i, sequences.layers[i], want))
+                    taps.done(block, lambda i=i: _hand_over(see, timeline, i, kept.layers[i], want))
             step = Step(ids.to(model.device), 0, [0] * B, model.rope_frequencies())
-            logits = model.head(model.features(model.run(step, sequences)))
-        for i, layer in enumerate(sequences.layers if see is None else ()):
+            logits = model.head(model.features(model.run(step, kept)))
+        for i, layer in enumerate(kept.layers if see is None else ()):
             put_entries(timeline, i, layer, want)
         return timeline.capture(logits.view(B, T, -1).float().cpu())
 
@@ -68,7 +70,7 @@ class TrainingSubject(OurSubject):
         """See `Subject.block`: the layer's module on a whole sequence."""
         want, model, block = check_points(want), self.model, self.model.layers[layer]
         self._refuse(ids, [()])
-        held = SequenceLayer(self.config.layers[layer])
+        held = layer_of(self.config, self.config.layers[layer])
         timeline = Timeline(*ids.shape)
         with _SequenceTaps(timeline, want) as taps:
             taps.block(layer, block)
@@ -89,17 +91,17 @@ class TrainingSubject(OurSubject):
 class _SequenceTaps(_Taps):
     """Where a window is what the layer has just made."""
 
-    def _window(self, i: int, window: SequenceWindow, step: Step, values: torch.Tensor) -> None:
+    def _window(self, i: int, window: Tokens, step: Step, values: torch.Tensor) -> None:
         self._flat(i, "kv_window", values, step)
 
 
-def put_entries(timeline: Timeline, i: int, layer: SequenceLayer, want: frozenset[str]) -> None:
+def put_entries(timeline: Timeline, i: int, layer: LayerCache, want: frozenset[str]) -> None:
     """compressed_kv and index_keys of the whole sequence."""
     for point, compressor in (("compressed_kv", layer.main), ("index_keys", layer.index)):
         if compressor is not None and point in want:
-            timeline.whole(i, point, compressor.entries.values.float().cpu())
+            timeline.whole(i, point, compressor.entries.rows.buffer.float().cpu())
 
 
-def _hand_over(see: Callable, timeline: Timeline, i: int, layer: SequenceLayer, want: frozenset[str]) -> None:
+def _hand_over(see: Callable, timeline: Timeline, i: int, layer: LayerCache, want: frozenset[str]) -> None:
     put_entries(timeline, i, layer, want)
     see(i, timeline.take(i))

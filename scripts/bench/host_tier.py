@@ -6,7 +6,7 @@ from statistics import median
 
 import torch
 
-from dsv4.cache.host_tier.entries import HostEntries
+from dsv4.cache.host_tier.entries import Staged
 from dsv4.cache.host_tier.grouped import HostRows
 from dsv4.cache.host_tier.memory import HostBuffer
 from dsv4.cache.host_tier.stream import DenseStream
@@ -203,7 +203,7 @@ def stream_dense(op, stream: DenseStream) -> float:
 
 
 class OneToken:
-    """What `HostEntries` asks of a step of one token a row."""
+    """What `Staged` asks of a step of one token a row."""
 
     T, first = 1, 0
 
@@ -229,7 +229,7 @@ def _entries(args, packed: bool, B: int, count: int) -> list[dict]:
     else:
         stream = Stream("entries", (B, n, WIDTH), torch.bfloat16, "")
     operation, _ = fetch.resolve("triton")
-    layers = [HostEntries(stream, RATIO, TOPK, args.entry_slots, DEVICE, operation) for _ in range(count)]
+    layers = [Staged(stream, RATIO, TOPK, args.entry_slots, DEVICE, operation) for _ in range(count)]
     for layer in layers:
         layer.host.device.random_(0, 120) if packed else layer.host.device.normal_()
     step = OneToken(torch.full((B,), args.context - 1, dtype=torch.int64, device=DEVICE))
@@ -259,11 +259,12 @@ def _entries(args, packed: bool, B: int, count: int) -> list[dict]:
     for i in range(3):
         check(i)
         resident_pool = layers[0].flat._replace(data=layers[0].flat.data.clone()) if packed else layers[0].flat.clone()
-        if not torch.equal(attend(*layers[0].chosen(step, chosen[0])), attend(resident_pool, chosen[0, :, 0] + base)):
+        found = attend(*layers[0].chosen(step, chosen[0], None))
+        if not torch.equal(found, attend(resident_pool, chosen[0, :, 0] + base)):
             raise CapacityError("the tier's output differs from the resident entries'; nothing was timed")
     resident = capture(lambda: [attend(resident_pool, chosen[i, :, 0] + base) for i in range(count)])
     floor = median(timed(resident, check, args.steps))
-    graph, found = capture(lambda: [attend(*layer.chosen(step, chosen[i])) for i, layer in enumerate(layers)]), []
+    graph, found = capture(lambda: [attend(*layer.chosen(step, chosen[i], None)) for i, layer in enumerate(layers)]), []
     traffic = lambda: tuple(map(sum, zip(*(layer.traffic() for layer in layers))))
     common = {
         "rows": "584-byte rows" if packed else "bf16",

@@ -51,10 +51,10 @@ def decode(args, model, cache) -> dict:
     Raises InputError where a staged step has other logits than the resident path over keys and values brought whole."""
     ids = torch.randint(0, model.config.vocab_size, (args.batch, 1), generator=torch.Generator().manual_seed(0))
     _check(model, cache, ids)
-    rows, ahead, sparse = [], cache.ahead, model.attention
+    away = [layer for layer in cache.layers if layer.far]
+    rows, ahead, sparse = [], away[0].ahead, model.attention
     for name, branch in (("staged, guessed ahead", ahead), ("staged", None)):
-        cache.ahead = branch
-        for layer in cache.far:
+        for layer in away:
             layer.ahead = branch
         rows.append({"way": name} | _timed(model, cache, args.steps))
     model.attention = Attention()
@@ -110,14 +110,16 @@ def _check(model, cache, ids: torch.Tensor) -> None:
     """One token, staged and by the resident path."""
     staged = model.append(ids, cache, prompt=False)
     cache.rewind(1)
-    ahead, cache.ahead = cache.ahead, None
-    for layer in cache.far:
+    away = [layer for layer in cache.layers if layer.far]
+    ahead = away[0].ahead
+    for layer in away:
+        layer.ahead = None
         layer.staged = lambda step, policy: None  # then it is read whole, and blocks are chosen and gathered there
     whole = model.append(ids, cache, prompt=False)
     cache.rewind(1)
-    for layer in cache.far:
+    for layer in away:
         del layer.staged
-    cache.ahead = ahead
+        layer.ahead = ahead
     if not torch.equal(staged, whole):
         raise InputError("the logits of a staged step differ from the resident path's; nothing was timed")
 

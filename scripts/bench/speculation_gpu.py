@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.model.deepseek_v4 import Model
 from dsv4.runtime.graph import DecodeGraph, captured_graph
 from dsv4.speculation import (

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dsv4.cache.sequence import SequenceCompressor, drafts, whole
+from dsv4.cache.layer import CompressorCache
+from dsv4.cache.sequence import compressor_of, drafts, whole
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_fp8, quantize_mxfp4, to_float
 from dsv4.model.attention import CSAAttention
 from dsv4.model.deepseek_v4 import Model
@@ -88,10 +89,10 @@ class Trainee(nn.Module):
         sub = Step(step.ids.view(step.B, step.T)[:, at : at + chunk], 0, [at] * step.B, step.frequencies)
         xs = x[:, at : at + chunk].reshape(sub.N, -1)
         qr, q = attn.queries(xs, sub)
-        main, index = SequenceCompressor(attn.ratio, 2), SequenceCompressor(attn.ratio, 2)
+        main, index = (compressor_of(attn.spec, width) for width in (attn.D, attn.indexer.D))
         attn.compressor(x.flatten(0, 1), step, main)
         attn.indexer.compressor(x.flatten(0, 1), step, index)
-        mass = self._mass(attn, x, q, main.entries.values, step, sub)
+        mass = self._mass(attn, x, q, main.entries.rows.buffer, step, sub)
         scores = attn.indexer.scores(xs, qr.detach(), sub, _Holding(index))
         target = mass.detach()
         log = torch.log_softmax(scores, -1).masked_fill(target == 0, 0.0)
@@ -131,7 +132,7 @@ class Trainee(nn.Module):
 class _Holding:
     """A layer cache with index keys only."""
 
-    index: SequenceCompressor
+    index: CompressorCache
 
 
 def cross_entropy(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

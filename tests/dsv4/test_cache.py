@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
+from dsv4.cache.layout import LatentLayout
 from dsv4.cache.streams import CHAINED, cache_streams
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.loaders.expected import preset
@@ -30,7 +31,7 @@ def test_plan_at_1m_is_what_is_allocated_to_the_byte(name, per_token):
     rows = cache_rows(config, 1, context, 128, native, mtp=True)
     n = len(config.compress_ratios) + 1
     before = resident()
-    cache = Cache(config, native, 1, context, 128, [torch.device("cpu")] * n, mtp=True)
+    cache = Cache(LatentLayout(config, native, True), 1, context, 128, [torch.device("cpu")] * n)
     assert sum(r.nbytes for r in rows) == cache.nbytes
     assert resident() - before < cache.nbytes / 3  # allocated, but not written yet: a laptop can plan for 1M
     # the growth per token, from the widths alone: 21 CSA layers × (512 + 128) × 2 B / 4 + 20 HCA layers × 512 × 2 B /

@@ -128,7 +128,7 @@ def test_prompts_by_compositions_equal_prompts_by_operations(checkpoint, numeric
 def test_a_long_step_sees_what_the_ring_will_hold():
     """Rows of the step itself are handed out as they are, the others are read back from bytes: both are the same
     numbers."""
-    from dsv4.cache.rows import Ring
+    from dsv4.cache.rows import Ring, Tokens
     from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, read_rows
     from dsv4.kernels.quantize import simulate_fp8_blocks
     from dsv4.model.step import Step
@@ -137,7 +137,7 @@ def test_a_long_step_sees_what_the_ring_will_hold():
     rows = PackedRows(
         RowFormat.KV_FP8, torch.zeros(1, pack_layout(RowFormat.KV_FP8, D, rope).page, dtype=torch.uint8), D, rope, 64
     )
-    ring = Ring(rows, W - 1, W + room)
+    ring = Tokens(Ring(rows, W - 1, W + room))
     values = simulate_fp8_blocks(torch.randn(T, D, generator=torch.Generator().manual_seed(0)).bfloat16(), 64, rope)
     for start, stop in ((0, 3), (3, 33), (33, 34), (34, 50)):
         step = Step(torch.zeros(1, stop - start, dtype=torch.int64), 0, [start], {})

@@ -21,7 +21,7 @@ def test_an_old_name_is_the_same_module(old):
     "package,name,home",
     [
         ("dsv4.model", "Model", "dsv4.model.deepseek_v4"),
-        ("dsv4.cache", "Cache", "dsv4.cache.linear"),
+        ("dsv4.cache", "Cache", "dsv4.cache.cache"),
         ("dsv4.probes.report", "write_files", "dsv4.probes.report.files"),
     ],
 )

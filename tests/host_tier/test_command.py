@@ -41,7 +41,7 @@ def test_the_plan_of_a_gqa_cache_is_what_it_takes(command_line, staged):
     model = load_model(ROOT / "demo_gqa", attention=attention_named("page-bound", 512), kv_memory=HostMemory(staged))
     cache = model.new_cache(2, 3000)
     assert cache.nbytes == plan["cache_bytes"] + plan["staging_bytes"] and cache.host_bytes == plan["pinned_bytes"] > 0
-    assert plan["total_bytes"] == plan["weights_bytes"] + cache.nbytes and cache.far[0].rows.slots == (staged or 64)
+    assert plan["total_bytes"] == plan["weights_bytes"] + cache.nbytes and cache.far[0].slots == (staged or 64)
     assert {row["group"] for row in plan["rows"]} == {"weights", "cache", "staging", "pinned"} and all(
         row["formula"] for row in plan["rows"]
     )
@@ -125,10 +125,10 @@ def test_refusals_are_one_line(command_line, args, message, monkeypatch):
 
 
 def test_nothing_is_guessed_unless_asked_for(command_line, monkeypatch):
-    from dsv4.cache.host_tier import layer
+    from dsv4.model.gqa import layout
 
-    made, real = [], layer.Ahead
-    monkeypatch.setattr(layer, "Ahead", lambda device: made.append(device) or real(device))
+    made, real = [], layout.Ahead
+    monkeypatch.setattr(layout, "Ahead", lambda device: made.append(device) or real(device))
     ask = [
         "generate",
         ROOT / "demo_gqa",

@@ -5,7 +5,6 @@ import torch
 
 from dsv4 import load_model
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.cache.host_tier.entries import HostEntries, host_cache
 from dsv4.errors import CapacityError
 from dsv4.runtime.graph import DecodeGraph
 from tests import checkpoints
@@ -24,14 +23,6 @@ def checkpoint(tmp_path_factory):
     return checkpoints.write_official(tmp_path_factory.mktemp("host") / "official")
 
 
-def far(cache) -> list[HostEntries]:
-    return [
-        layer.main.entries
-        for layer in cache.layers
-        if layer.main is not None and isinstance(layer.main.entries, HostEntries)
-    ]
-
-
 @pytest.mark.parametrize("numerics, rows, index, slots, captured", CACHES)
 def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows, index, slots, captured):
     """A ragged batch, single tokens and three at once, and rewinds over windows, after which other tokens come."""
@@ -44,13 +35,13 @@ def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows
         backend="triton" if DEVICE == "cuda" else "reference",
     )
     topk = model.config.index_topk
-    plain, tier = model.new_cache(2, 100), host_cache(model, 2, 100, choice=HostMemory(topk if slots else None))
-    assert far(tier) and len(far(tier)) == sum(layer.index is not None for layer in tier.layers)
-    for entries in far(tier):  # nothing is staged yet, and nothing that was not staged may be read
+    plain, tier = model.new_cache(2, 100), model.new_cache(2, 100, memory=HostMemory(topk if slots else None))
+    assert tier.far and len(tier.far) == sum(layer.index is not None for layer in tier.layers)
+    for entries in tier.far:  # nothing is staged yet, and nothing that was not staged may be read
         entries.here.data.fill_(255) if entries.packed else entries.here.fill_(float("nan"))
         entries.brought = entries.brought if captured else None  # prompts by either way
     if captured:
-        tier.brought.fill_(255 if far(tier)[0].packed else float("nan"))
+        tier.shared[0].fill_(255 if tier.far[0].packed else float("nan"))
     g = torch.Generator().manual_seed(0)
     new = lambda n: torch.randint(0, model.config.vocab_size, (2, n), generator=g)
     ids = new(70)
@@ -64,7 +55,7 @@ def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows
         if step in (3, 6):
             for cache in (plain, tier):
                 cache.rewind([14, 3])
-    for entries in far(tier):
+    for entries in tier.far:
         hits, misses, nbytes = entries.traffic()
         assert hits > 0 and misses > 0 and nbytes == misses * sum(p.item_bytes for p in entries.pools)
 
@@ -72,4 +63,4 @@ def test_every_step_has_the_logits_of_the_plain_cache(checkpoint, numerics, rows
 def test_staging_that_is_too_small(checkpoint):
     model = load_model(checkpoint, numerics="fp32", device=DEVICE)
     with pytest.raises(CapacityError, match=f"{model.config.index_topk} entries.*{model.config.index_topk - 1} rows"):
-        host_cache(model, 1, 100, choice=HostMemory(model.config.index_topk - 1))
+        model.new_cache(1, 100, memory=HostMemory(model.config.index_topk - 1))

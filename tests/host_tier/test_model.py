@@ -58,9 +58,7 @@ def caches(model, choice, batch=1, tokens=TOKENS):
     resident = model.new_cache(batch, tokens)
     model.kv_memory = choice
     tier = model.new_cache(batch, tokens)
-    for held in [t for pair in tier.stream.held for t in pair] + [
-        t for layer in tier.far for t in (layer.rows.keys, layer.rows.values)
-    ]:
+    for held in [*tier.shared, *(t for rows in tier.far for t in (rows.keys, rows.values))]:
         if held is not None:
             held.fill_(float("nan"))
     return resident, tier
@@ -114,7 +112,7 @@ def test_every_step_has_the_logits_of_the_resident_cache(folders, name, choice):
                 run(new(1), n_new=[0, 1] if step == 6 else [1, 0], prompt=False)
         use = host_use(pair[1])
         assert host_use(pair[0]) is None and use["pinned_bytes"] == sum(
-            layer.keys.nbytes + layer.values.nbytes for layer in pair[1].far
+            rows.host_keys.nbytes + rows.host_values.nbytes for rows in pair[1].far
         )
         assert (use["hits"] > 0 and use["misses"] > 0) != WAYS[name].policy.dense
         assert (use["guessed_bytes"] > 0) == bool(choice.ahead and len(pair[1].far) > 1)
@@ -190,11 +188,9 @@ def test_another_policy_for_a_filled_cache(folders):
             for cache in pair
         )
         assert all(torch.equal(a, b) for a, b in zip(want[1:], got[1:])), name
-        assert (
-            pair[1].nbytes
-            == sum(s.nbytes for layer in pair[1].plan for s in layer.streams if s.place != "pinned")
-            + pair[1].stream.device_bytes
-        )
+        assert pair[1].nbytes == sum(
+            s.nbytes for layer in pair[1].plan for s in layer.streams if s.place != "pinned"
+        ) + sum(t.nbytes for t in pair[1].shared)
 
 
 def test_what_makes_no_sense_is_refused(folders, tmp_path):

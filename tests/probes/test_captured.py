@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4.cache.linear import Cache
-from dsv4.cache.rows import Ring
+from dsv4.cache.cache import Cache
+from dsv4.cache.rows import Tokens
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
@@ -62,7 +62,7 @@ FAULTS = {  # part → (owner, method, fault: of what it was)
     "rotation of entries": (CapturedStep, "window_cis", lambda real: lambda step, *args: real(step, *args).conj()),
     "visible entries": (CapturedStep, "visible", lambda real: lambda step, ratio: (step.pos + 2) // ratio),
     "rows of the window": (
-        Ring,
+        Tokens,
         "last",
         lambda real: lambda ring, step, W: real(ring, step, W).clamp(min=0) if step.captured else real(ring, step, W),
     ),

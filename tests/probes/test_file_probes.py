@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4.cache import linear as caches
-from dsv4.cache import rows, streams
+from dsv4.cache import layout, rows, streams
 from dsv4.errors import ConfigError
 from dsv4.kernels import quantize
 from dsv4.kernels.quantize import weights as quantised
@@ -220,11 +219,11 @@ def test_island_that_went_through_bf16_is_red(official):
 
 def test_cache_of_another_dtype_is_red(official, monkeypatch):
     subject = OurSubject(official)
-    real = caches.zeros
+    real = layout.zeros
     narrow = lambda stream, device: (
         real(stream, device).bfloat16() if stream.name == "main raw rows" else real(stream, device)
     )
-    monkeypatch.setattr(caches, "zeros", narrow)
+    monkeypatch.setattr(layout, "zeros", narrow)
     found = failures("dtype_ledger", subject)
     assert [(c.at, c.part) for c in found] == [("layer 1", "main raw rows")]
 
@@ -251,7 +250,7 @@ def test_wrong_size_names_stream_and_layer(official, monkeypatch):
 
 def test_rows_that_share_memory_are_red(official, monkeypatch):
     subject = OurSubject(official)
-    real = caches.zeros
+    real = layout.zeros
 
     def shared(stream, device):
         buffer = real(stream, device)
@@ -259,7 +258,7 @@ def test_rows_that_share_memory_are_red(official, monkeypatch):
             buffer = buffer[:1].expand(2, -1, -1)
         return buffer
 
-    monkeypatch.setattr(caches, "zeros", shared)
+    monkeypatch.setattr(layout, "zeros", shared)
     assert "rows that share memory" in {c.name for c in failures("memory_map", subject)}
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.cache import linear as caches
-from dsv4.cache import streams
-from dsv4.cache.rows import Ring
+from dsv4.cache import layout, streams
+from dsv4.cache.cache import DEFAULT_MAX_REWIND
+from dsv4.cache.rows import Tokens
 from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from dsv4.model.config import ModelConfig
@@ -86,10 +86,10 @@ def test_a_step_of_any_length_reads_rows_of_the_rings_kind(subject, tokens, monk
         torch.arange(tokens).remainder(subject.config.vocab_size).view(1, -1),
         tokens + 8,
         [],
-        Ring.extend,
+        Tokens.extend,
     )
     monkeypatch.setattr(
-        Ring,
+        Tokens,
         "extend",
         lambda ring, step, values: seen.append((type(ring.flat), real(ring, step, values))) or seen[-1][1],
     )
@@ -168,30 +168,28 @@ def test_another_format_than_was_asked_for_is_red(official):
 def test_a_window_written_into_its_neighbour_is_red(official, monkeypatch):
     """Rows of a batch share pages: the other row's payload lies within the same page."""
     subject = OurSubject(official, "qat", cache="fp8")
-    monkeypatch.setattr(
-        Ring, "_slots", lambda ring, step, key, positions: (positions() % ring.R + 0 * step.row).flatten()
-    )
+    monkeypatch.setattr(Tokens, "slots", lambda tokens, step: (step.pos % tokens.rows.R + 0 * step.row).flatten())
     found = red("memory_map", subject)
     assert ("buffers of the other row that were written", "window") in {(c.name, c.part) for c in found}
 
 
 @pytest.mark.filterwarnings("ignore:Use of index_put_ on expanded tensors")
 def test_packed_rows_in_one_buffer_are_red(official, monkeypatch):
-    subject, real = OurSubject(official, "qat", cache="fp8"), caches.zeros
+    subject, real = OurSubject(official, "qat", cache="fp8"), layout.zeros
 
     def shared(stream, device):
         buffer = real(stream, device)
         return buffer[:1].expand(2, -1, -1) if stream.name == "entries" and len(buffer) == 2 else buffer
 
-    monkeypatch.setattr(caches, "zeros", shared)
+    monkeypatch.setattr(layout, "zeros", shared)
     assert ("rows that share memory", "entries") in {(c.name, c.part) for c in red("memory_map", subject)}
 
 
 def test_an_unwritten_packed_row_that_is_read_is_red(subject, monkeypatch):
-    def last(ring, step, window):  # positions before the first one are read too
-        return ring.index(step, step.pos.unsqueeze(-1) + torch.arange(1 - window, 1)).flatten(0, 1)
+    def last(tokens, step, window):  # positions before the first one are read too
+        return tokens.rows.index(step, step.pos.unsqueeze(-1) + torch.arange(1 - window, 1)).flatten(0, 1)
 
-    monkeypatch.setattr(Ring, "last", last)
+    monkeypatch.setattr(Tokens, "last", last)
     assert "unwritten slots" in {c.part for c in execute(Poison(effort=0.1), subject)[0] if c.status is Status.FAIL}
 
 
@@ -216,7 +214,7 @@ def test_poison_spares_what_may_be_read(subject):
 def test_formula_is_that_of_the_planner(subject):
     config = ModelConfig.from_official(DEFAULT)
     wanted = formula(config, 2, 3, 1000, False, packed_streams(config, ("fp8", "fp4")))
-    plan = streams.cache_streams(config, 3, 1000, caches.DEFAULT_MAX_REWIND, subject.model.numerics, mtp=False)
+    plan = streams.cache_streams(config, 3, 1000, DEFAULT_MAX_REWIND, subject.model.numerics, mtp=False)
     assert wanted == {(layer.label, s.name): s.nbytes for layer in plan for s in layer.streams}
 
 

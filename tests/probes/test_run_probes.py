@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.cache.linear import CompressorCache
+from dsv4.cache.layer import CompressorCache
 from dsv4.probes.catalogue.backend_matrix import BackendMatrix
 from dsv4.probes.catalogue.edges import Edges
 from dsv4.probes.catalogue.isolation import Isolation
@@ -70,7 +70,7 @@ def two_places(monkeypatch):
 
 
 def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch, two_places):
-    from dsv4.cache.linear import Cache
+    from dsv4.cache.cache import Cache
 
     real = Cache.rewind
     monkeypatch.setattr(Cache, "rewind", lambda self, counts: real(self, [max(0, n - 1) for n in counts]))
@@ -80,7 +80,7 @@ def test_a_rewind_that_stops_short_is_seen(subject, monkeypatch, two_places):
 @pytest.mark.few(beside=[0])
 @pytest.mark.parametrize("beside", [-1, 0, 1])
 def test_a_rewind_that_stops_short_at_the_window_s_end_alone_is_seen(subject, monkeypatch, two_places, beside):
-    from dsv4.cache.linear import Cache
+    from dsv4.cache.cache import Cache
 
     real, edge = Cache.rewind, subject.config.sliding_window + beside
     monkeypatch.setattr(
@@ -120,8 +120,8 @@ def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
 
     real = Entries.chosen
 
-    def leaky(self, step, entry):
-        pool, rows = real(self, step, entry)
+    def leaky(self, step, entry, op):
+        pool, rows = real(self, step, entry, op)
         # every row reads row 0's entries
         return pool, torch.where(rows >= self.buffer.shape[1], rows - self.buffer.shape[1], rows)
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from dsv4.cache.rows import Entries, Ring
+from dsv4.cache.rows import Entries, Tokens
 from dsv4.probes.subject import POINTS
 from dsv4.probes.subjects.ours import IN_ATTENTION, OurSubject
 from dsv4.probes.subjects.transformers import TransformersSubject
@@ -225,14 +225,14 @@ def test_a_wrong_block_shows_in_the_streams(ours, ids, expected):
 @pytest.mark.parametrize("schedule", [(), (60, 80), (1,) * T], ids=["one step", "in place", "tokens"])
 def test_a_ring_that_loses_a_row_is_seen(ours, ids, expected, monkeypatch, schedule):
     """kv_window is what the cache holds, not what it was given."""
-    real = Ring.extend
+    real = Tokens.extend
 
     def forgetful(ring, step, values):
         pool = real(ring, step, values)
         ring.flat[10] = 0
         return pool
 
-    monkeypatch.setattr(Ring, "extend", forgetful)
+    monkeypatch.setattr(Tokens, "extend", forgetful)
     assert differences(ours.run(ids, schedule, ALL), expected)[0] == (0, "kv_window")
 
 

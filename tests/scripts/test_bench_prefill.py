@@ -22,7 +22,8 @@ def test_what_queries_see_together():
 @pytest.fixture(scope="module")
 def flash():
     """(model, cache) of 16 layers without memory."""
-    from dsv4.cache.linear import Cache
+    from dsv4.cache.cache import Cache
+    from dsv4.cache.layout import LatentLayout
     from dsv4.loaders.expected import official_tensors, preset
     from dsv4.model import dummy
     from dsv4.model.config import ModelConfig
@@ -37,7 +38,7 @@ def flash():
     numerics = numerics_named("native").with_caches("fp8", "fp4")
     with torch.device("meta"):
         model = Model(config, numerics, "reference", lambda name: dummy._storage(tensors, False, name), mtp=False)
-    return model, Cache(config, numerics, 1, 1 << 17, 128, [torch.device("meta")] * 16, False)
+    return model, Cache(LatentLayout(config, numerics, False), 1, 1 << 17, 128, [torch.device("meta")] * 16)
 
 
 @pytest.mark.parametrize("tokens, scores, attention", [(8192, 0.17, 0.86), (1 << 17, 44.0, 13.7)])

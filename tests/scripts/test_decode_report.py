@@ -28,7 +28,8 @@ def test_decode_goals_are_judged():
 
 def test_bytes_of_a_flash_step():
     """perf.md §2: 11.21 GB of weights at batch 1; the caches add 0.004, 0.023 and 0.16 ms at 3.0 TB/s."""
-    from dsv4.cache.linear import Cache
+    from dsv4.cache.cache import Cache
+    from dsv4.cache.layout import LatentLayout
     from dsv4.loaders.expected import official_tensors, preset
     from dsv4.model import dummy
     from dsv4.model.config import ModelConfig
@@ -44,6 +45,6 @@ def test_bytes_of_a_flash_step():
     with torch.device("meta"):
         model = Model(config, numerics, "reference", lambda name: dummy._storage(tensors, False, name), mtp=False)
     assert decode.weight_bytes(model, 1) == pytest.approx(11.21e9, rel=1e-3)
-    cache = Cache(config, numerics, 1, 8192, 128, [torch.device("meta")] * 43, False)
+    cache = Cache(LatentLayout(config, numerics, False), 1, 8192, 128, [torch.device("meta")] * 43)
     for context, ms in ((8192, 0.004), (131072, 0.023), (1 << 20, 0.16)):
         assert decode.cache_bytes(model, cache, 1, context) / 3.0e9 == pytest.approx(ms, rel=0.1)

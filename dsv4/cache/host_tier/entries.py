@@ -1,27 +1,31 @@
 """Main entries of a CSA layer in host memory; the index keys, by which they are chosen, stay on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from dsv4.cache.cache import Traffic
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.cache.host_tier.grouped import Traffic
-from dsv4.cache.host_tier.layer import pinned_bytes
 from dsv4.cache.host_tier.memory import HostBuffer, PinnedMemoryError, check_limit
-from dsv4.cache.host_tier.planning import brought_entries, check_entries, entries_plan, staged_entries
-from dsv4.cache.linear import DEFAULT_MAX_REWIND, Cache
-from dsv4.cache.rows import Entries
+from dsv4.cache.host_tier.planning import (
+    brought_entries,
+    check_entries,
+    entries_plan,
+    pinned_bytes,
+    staged_entries,
+)
+from dsv4.cache.layout import LatentLayout, as_rows
+from dsv4.cache.rows import Linear
 from dsv4.cache.streams import LayerStreams, Stream, zeros
-from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PAGE, PackedRows, write_rows
-from dsv4.kernels.dispatch import bind
-from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.kernels.staging import Pool, SlotTable, items_of, new_table, paired
-from dsv4.model.step import CapturedStep, Step
+from dsv4.model.config import ModelConfig
+from dsv4.model.numerics import Numerics
+from dsv4.model.step import Step
 
 
-class HostEntries(Entries):
-    """`Entries` whose rows are mapped pages of host memory, which take the writes. A step of one token a row reads its
+class Staged(Linear):
+    """`Linear` rows in mapped pages of host memory, which take the writes. A step of one token a row reads its
     chosen entries from staging rows, `slots` of each batch row. A longer step reads them in host memory, over the link.
     If it chooses more entries than there are, all entries are copied to `brought` first.
 
@@ -29,6 +33,8 @@ class HostEntries(Entries):
     backend's operation. brought: a buffer on the device of the stream's shape, which layers share (None: there is
     none). Raises CapacityError if slots < topk, PinnedMemoryError if host memory is short.
     """
+
+    far = True
 
     def __init__(
         self,
@@ -43,11 +49,8 @@ class HostEntries(Entries):
     ):
         slots, B = staged_entries(topk, slots), stream.shape[0]
         self.host, self.fetched, self.brought = HostBuffer(stream.shape, stream.dtype, device), fetch, brought
-        there = self.host.device
-        if stream.rows is not None:
-            format, width, rope = stream.rows
-            there = PackedRows(format, there, width, rope, PAGE * stream.shape[-2])
-        super().__init__(there, ratio, write)
+        there, self.ratio = as_rows(stream, self.host.device), ratio
+        super().__init__(there, write)
         if self.packed:
             pages = -(-slots // PAGE)
             self.here = there._replace(
@@ -70,28 +73,26 @@ class HostEntries(Entries):
         """The tensors on the device."""
         return {"staged entries": self.here.data if self.packed else self.here, **self.table._asdict()}
 
-    def traffic(self) -> Traffic:
-        """Counts of all fetches so far. Waits for the device."""
+    @property
+    def host_bytes(self) -> int:
+        return self.host.nbytes
+
+    def traffic(self, guessed: bool = False) -> Traffic:
+        """Counts of all fetches so far; nothing is guessed. Waits for the device."""
+        if guessed:
+            return Traffic(0, 0, 0)
         hits, misses = self.table.count.sum(0).tolist()
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
-    def chosen(self, step: Step, entry: torch.Tensor) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+    def chosen(self, step: Step, numbers: torch.Tensor, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         if step.T == 1:
-            return self._fetch(step, entry)
+            return self._fetch(step, numbers)
         self._drop(step)
-        pool, rows = super().chosen(step, entry)
+        pool, rows = super().chosen(step, numbers, op)
         visible = step.max_visible(self.ratio)
-        if self.brought is not None and step.T * entry.shape[-1] >= visible:
+        if self.brought is not None and not step.captured and step.T * numbers.shape[-1] >= visible:
             pool = self._bring(step.rows, visible)
         return pool, rows
-
-    def chosen_captured(
-        self, entry: torch.Tensor, step: CapturedStep, op
-    ) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
-        if step.T == 1:
-            return self._fetch(step, entry)
-        self._drop(step)
-        return super().chosen_captured(entry, step, op)
 
     def _of(self, step: Step) -> SlotTable:
         return self.table if self._all(step) else SlotTable(*(t[step.rows] for t in self.table))
@@ -128,96 +129,37 @@ class HostEntries(Entries):
         return self.flat._replace(data=flat) if self.packed else flat
 
 
-class HostEntryCache(Cache):
-    """`Cache` with the main entries of CSA layers in host memory. make(stream, ratio): makes their `HostEntries`, which
-    share the buffer for whole copies. Raises as `Cache` and `HostEntries`, and InputError for a model without a CSA
-    layer."""
+class StagedLayout(LatentLayout):
+    """`LatentLayout` with the main entries of CSA layers in host memory. topk: entries that a query chooses at most;
+    fetch: the backend's operation; a buffer for whole copies is shared by all layers.
 
-    def __init__(
-        self,
-        topk: int,
-        staged: int | None,
-        make: Callable,
-        config,
-        numerics,
-        batch,
-        max_context,
-        max_rewind,
-        devices,
-        mtp,
-        write,
-    ):
-        self.topk, self.asked, self.make, self.device = topk, staged, make, devices[0]
-        super().__init__(config, numerics, batch, max_context, max_rewind, devices, mtp, write)
+    `plan` raises as `check_entries`, `allocate` as `Staged`.
+    """
 
-    def _planned(self, streams: list[LayerStreams]) -> list[LayerStreams]:
+    def __init__(self, config: ModelConfig, numerics: Numerics, mtp: bool, write, choice: HostMemory, fetch: Callable):
+        super().__init__(config, numerics, mtp, write)
+        self.choice, self.fetch, self.topk = choice, fetch, config.index_topk
+
+    def plan(self, batch: int, max_context: int, max_rewind: int) -> list[LayerStreams]:
+        streams = super().plan(batch, max_context, max_rewind)
         check_entries(streams)
-        plan = entries_plan(streams, self.topk, self.asked)
-        check_limit(pinned_bytes(plan))
-        self.far, self.brought = [], zeros(brought_entries(streams), self.device)
-        return plan
+        return entries_plan(streams, self.topk, self.choice.staged)
 
-    def _entries(self, stream: Stream, ratio: int) -> HostEntries:
+    def allocate(self, plan: Sequence[LayerStreams], devices: Sequence[torch.device]) -> tuple[list, tuple]:
+        wanted = pinned_bytes(plan)
+        check_limit(wanted)
+        self.home, self.held_bytes, self.brought = devices[0], 0, zeros(brought_entries(plan), devices[0])
         try:
-            self.far.append(self.make(stream, ratio, self.brought))
+            layers, _ = super().allocate(plan, devices)
         except PinnedMemoryError as error:
             raise PinnedMemoryError(
-                f"the cache keeps {pinned_bytes(self.plan)} bytes in pinned host memory, of which {self.host_bytes} "
-                f"were had: {error}"
+                f"the cache keeps {wanted} bytes in pinned host memory, of which {self.held_bytes} were had: {error}"
             ) from error
-        return self.far[-1]
+        return layers, (self.brought,)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated on the device."""
-        return super().nbytes + self.brought.nbytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of pinned host memory."""
-        return sum(entries.host.nbytes for entries in self.far)
-
-    def traffic(self, guessed: bool = False) -> Traffic:
-        """Counts of all fetches so far, over all layers; nothing is guessed. Waits for the device."""
-        if guessed:
-            return Traffic(0, 0, 0)
-        return Traffic(*map(sum, zip(*(entries.traffic() for entries in self.far))))
-
-
-def host_cache(
-    model,
-    batch: int = 1,
-    max_context: int | None = None,
-    max_rewind: int = DEFAULT_MAX_REWIND,
-    choice: HostMemory = HostMemory(),
-) -> HostEntryCache:
-    """`new_cache` of a DeepSeek-V4 model, the main entries of its CSA layers in host memory. Raises as
-    `HostEntryCache`."""
-    config = model.config
-    if max_context is None:
-        max_context = model.max_context or config.max_position_embeddings
-    if model.layer_devices is not None:
-        raise InputError(
-            "entries in host memory were asked for with layers spread over devices; leave out --device-map or "
-            "--kv-memory host"
+    def far_rows(self, stream: Stream, plan: LayerStreams) -> Staged:
+        rows = Staged(
+            stream, plan.ratio, self.topk, self.choice.staged, self.home, self.fetch, self.write, self.brought
         )
-    devices = [model.device] * (config.num_hidden_layers + len(model.mtp))
-    operation = bind({"fetch": GQA_OPERATIONS["fetch"]}, model.backend, model.dispatch).fetch
-    write, topk = model.op.write_rows, config.index_topk
-
-    def make(stream: Stream, ratio: int, brought: torch.Tensor) -> HostEntries:
-        return HostEntries(stream, ratio, topk, choice.staged, model.device, operation, write, brought)
-
-    return HostEntryCache(
-        topk,
-        choice.staged,
-        make,
-        config,
-        model.numerics,
-        batch,
-        max_context,
-        max_rewind,
-        devices,
-        len(model.mtp) > 0,
-        write,
-    )
+        self.held_bytes += rows.host_bytes
+        return rows

@@ -8,10 +8,10 @@ resident cache.
 """
 
 from copy import copy
-from typing import NamedTuple
 
 import torch
 
+from dsv4.cache.cache import Cache, Traffic
 from dsv4.cache.host_tier.memory import HostBuffer
 from dsv4.errors import CapacityError
 from dsv4.kernels.block_choice import Policy
@@ -21,10 +21,10 @@ from dsv4.kernels.staging import Pool, SlotTable, items_of, new_table, paired
 BLOCK = 128
 
 
-def host_use(cache) -> dict | None:
+def host_use(cache: Cache) -> dict | None:
     """What a cache keeps in host memory and has fetched from it, as JSON values; None for a cache on the device. Waits
     for the device."""
-    if not hasattr(cache, "host_bytes"):
+    if not cache.host_bytes:
         return None
     chosen, guessed = (cache.traffic(g) for g in (False, True))
     return {
@@ -35,18 +35,6 @@ def host_use(cache) -> dict | None:
         "fetched_bytes": chosen.nbytes,
         "guessed_bytes": guessed.nbytes,
     }
-
-
-class Traffic(NamedTuple):
-    """Counts of fetches: blocks (or entries) found staged, blocks copied, and the bytes copied."""
-
-    hits: int
-    misses: int
-    nbytes: int
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hits / max(1, self.hits + self.misses)
 
 
 def staged_blocks(policy: Policy, max_context: int, asked: int | None = None) -> int:

@@ -6,13 +6,12 @@ import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.host_tier.grouped import staged_blocks
-from dsv4.cache.streams import LayerStreams as EntryStreams
-from dsv4.cache.streams import Stream
+from dsv4.cache.streams import LayerStreams, Stream
 from dsv4.errors import CapacityError, InputError
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.kernels.cache_rows import PAGE
 from dsv4.model.gqa import cache as gqa
-from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.numerics import Numerics
 
 
@@ -31,7 +30,7 @@ def check_grouped(config: GQAConfig, policy: Policy | None, choice: HostMemory) 
         )
 
 
-def check_entries(layers: list[EntryStreams]) -> None:
+def check_entries(layers: list[LayerStreams]) -> None:
     """Raise InputError for a DeepSeek-V4 model without a CSA layer."""
     if not any(_is_csa(layer) for layer in layers):
         raise InputError(
@@ -47,10 +46,12 @@ def grouped_plan(
     numerics: Numerics,
     policy: Policy | None = None,
     staged: int | None = None,
-) -> list[gqa.LayerStreams]:
-    """Streams of every layer of a GQA model that `HostCache` makes, in addition to `brought_layers`. Layers with a
-    sliding window stay on the device. staged: blocks a row and KV head. Raises CapacityError for fewer than the policy
-    chooses."""
+) -> list[LayerStreams]:
+    """Streams of every layer of a GQA model that `StagedGroupedLayout` has, in addition to `brought_layers`.
+
+    Layers with a sliding window stay on the device. staged: blocks a row and KV head. Raises CapacityError for fewer
+    than the policy chooses.
+    """
     policy, c = policy or dense(), config
     resident = gqa.cache_streams(c, batch, max_context, numerics, policy)
     slots, block, room = staged_blocks(policy, gqa.slots(max_context), staged), policy.block, gqa.slots(max_context)
@@ -65,8 +66,8 @@ def grouped_plan(
     )
     table = [_table(batch * shape[1], f"{batch} rows × {shape[1]} heads", room // block, slots, 16)] if slots else []
 
-    def away(layer: gqa.LayerStreams) -> gqa.LayerStreams:
-        if layer.kind is gqa.AttentionKind.SLIDING:
+    def away(layer: LayerStreams) -> LayerStreams:
+        if layer.kind is AttentionKind.SLIDING:
             return layer
         far = [replace(s, place="pinned") if s.name in ("keys", "values") else s for s in layer.streams]
         return replace(layer, streams=(*far, *staging, *table))
@@ -92,12 +93,12 @@ def staged_entries(topk: int, asked: int | None = None) -> int:
     return 2 * topk if asked is None else asked
 
 
-def entries_plan(layers: list[EntryStreams], topk: int, staged: int | None = None) -> list[EntryStreams]:
-    """`cache_streams` of a DeepSeek-V4 model with the main entries of CSA layers in host memory: as `host_cache` makes
+def entries_plan(layers: list[LayerStreams], topk: int, staged: int | None = None) -> list[LayerStreams]:
+    """`cache_streams` of a DeepSeek-V4 model with the main entries of CSA layers in host memory: as `StagedLayout` has
     them, in addition to `brought_entries`. Raises CapacityError for fewer staged entries than a query chooses."""
     wanted = staged_entries(topk, staged)
 
-    def away(layer: EntryStreams) -> EntryStreams:
+    def away(layer: LayerStreams) -> LayerStreams:
         if not _is_csa(layer):
             return layer
         entries = next(s for s in layer.streams if s.name == "entries")
@@ -117,7 +118,7 @@ def entries_plan(layers: list[EntryStreams], topk: int, staged: int | None = Non
     return [away(layer) for layer in layers]
 
 
-def brought_entries(layers: list[EntryStreams]) -> Stream:
+def brought_entries(layers: list[LayerStreams]) -> Stream:
     """The buffer for the entries of one whole layer, for prompts."""
     found = [s for layer in layers if _is_csa(layer) for s in layer.streams if s.name == "entries"]
     return replace(
@@ -125,7 +126,12 @@ def brought_entries(layers: list[EntryStreams]) -> Stream:
     )
 
 
-def _is_csa(layer: EntryStreams) -> bool:
+def pinned_bytes(plan) -> int:
+    """Bytes of host memory in a plan of either model kind."""
+    return sum(s.nbytes for layer in plan for s in layer.streams if s.place == "pinned")
+
+
+def _is_csa(layer: LayerStreams) -> bool:
     return any(s.name == "index keys" for s in layer.streams)
 
 

@@ -3,9 +3,9 @@
 import torch
 
 from dsv4.errors import MissingSummaries
-from dsv4.model.gqa.cache import AttentionKind, LayerRows, Summaries
+from dsv4.model.gqa.cache import LayerRows, Summaries
 from dsv4.model.gqa.choice import Attention
-from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.gqa.projection import Projection, maps
 from dsv4.model.module import Module
 from dsv4.model.norms import RMSNorm

@@ -6,32 +6,21 @@ from the keys of the cache, again for each block that a step writes to; beyond a
 that. The memory of chunked prefill is a function of the tokens so far too, but of whole chunks, so a rewind drops it.
 """
 
-import enum
-from collections.abc import Callable
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from dsv4.cache.linear import Lengths, form
-from dsv4.cache.streams import Stream, zeros
-from dsv4.errors import CapacityError, InputError
+from dsv4.cache.cache import Cache
+from dsv4.cache.streams import LayerStreams, Stream, zeros
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking, Memory
-from dsv4.model.arguments import check_sizes, rewind_counts
-from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.arguments import rewind_counts
+from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
 
 BLOCK = 128  # tokens of one contiguous tile of a head; slots are a multiple of it
-
-
-class AttentionKind(enum.Enum):
-    """What a layer attends to."""
-
-    FULL = "full"  # every token before
-    SLIDING = "sliding"  # the last `window` of them
 
 
 class Summaries(NamedTuple):
@@ -52,15 +41,6 @@ class Summaries(NamedTuple):
 SEARCHED = {None: (), "bound": ("low", "high"), "mean": ("mean",)}
 
 
-@dataclass(frozen=True)
-class LayerStreams:
-    """Streams of one layer: keys and values, then the summaries of its blocks, if any."""
-
-    label: str
-    kind: AttentionKind
-    streams: tuple[Stream, ...]
-
-
 def slots(max_context: int) -> int:
     """Slots of a head: max_context in whole blocks."""
     return -(-max_context // BLOCK) * BLOCK
@@ -79,10 +59,7 @@ def cache_streams(
     streams = tuple(Stream(name, shape, dtype, formula) for name in ("keys", "values"))
     more = () if policy is None else summary_streams(config, batch, max_context, numerics, policy)
     return [
-        LayerStreams(f"layer {i}", AttentionKind.FULL, streams + more)
-        if window is None
-        else LayerStreams(f"layer {i}", AttentionKind.SLIDING, streams)
-        for i, window in enumerate(config.windows)
+        LayerStreams(spec, streams + more if spec.kind is AttentionKind.FULL else streams) for spec in config.layers
     ]
 
 
@@ -118,6 +95,8 @@ class LayerRows:
         self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
         self.keys, self.values, self.block = self.tensors["keys"], self.tensors["values"], block
 
+    far = ()  # rows in host memory
+    ahead: Any = None  # guesses fetches for this layer: `dsv4.cache.host_tier.ahead.Ahead`
     memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, KV, M]
     last_memory: Memory | None = None  # the whole result of its last call
 
@@ -183,64 +162,39 @@ class LayerRows:
             held.copy_(fresh)
 
 
-class GroupedCache:
-    """Caches of all layers for `batch` rows of up to `max_context` tokens. `lengths` are the tokens each row holds.
+class GroupedCache(Cache):
+    """`Cache` of a GQA model: there are as many slots as tokens, so rows may be rewound to any length.
 
-    policy: its summaries are kept beside the keys (None: no summaries), written by the operation `summarise`.
+    layout: a `dsv4.model.gqa.layout.GroupedLayout`; its policy's summaries are kept beside the keys, written by the
+    operation `summarise`.
     """
 
-    def __init__(
-        self,
-        config: GQAConfig,
-        numerics: Numerics,
-        batch: int,
-        max_context: int,
-        devices: list[torch.device],
-        policy: Policy | None = None,
-        summarise: Callable | None = None,
-    ):
-        batch, max_context = check_sizes(batch=batch, max_context=max_context)
-        if max_context > config.max_position_embeddings:
-            raise InputError(
-                f"max_context {max_context} exceeds the checkpoint's max_position_embeddings "
-                f"{config.max_position_embeddings}; ask for at most that"
-            )
-        self.config, self.numerics, self.summarise = config, numerics, summarise
-        self.batch, self.max_context, self.max_rewind = batch, max_context, max_context
-        self.made_for = form(config, numerics, False, devices)
-        self.plan = self._planned(policy)
-        with self._room():
-            self.layers = self._made(devices, policy)
-        self._main = Lengths(batch, max_context)
+    def __init__(self, layout, batch: int, max_context: int, devices: Sequence[torch.device], summarise: Callable):
+        super().__init__(layout, batch, max_context, max_context, devices)
+        self.summarise = summarise
         # the position of a row's memory of chunked prefill, and its chunking
-        self.remembered: list[tuple[int, Chunking] | None] = [None] * batch
-
-    def _planned(self, policy: Policy | None) -> list[LayerStreams]:
-        return cache_streams(self.config, self.batch, self.max_context, self.numerics, policy)
-
-    def _made(self, devices: list[torch.device], policy: Policy | None) -> list[LayerRows]:
-        return [LayerRows(p, d, policy.block if policy else BLOCK) for p, d in zip(self.plan, devices, strict=True)]
+        self.remembered: list[tuple[int, Chunking] | None] = [None] * self.batch
 
     def guess(self, layers, i: int, step: Step) -> Callable[[torch.Tensor], None] | None:
-        """Work to run in parallel with the rest of layer i, given the stream after its attention: a fetch for the next
-        layer, if its rows are elsewhere. layers: the model's. None: nothing."""
-        return None
+        """For a decoding token: fetch blocks of layer i + 1 while layer i multiplies."""
+        if i + 1 == len(layers) or self.layers[i + 1].ahead is None or step.T > 1 or step.prompt:
+            return None
+        layer, rows = layers[i + 1], self.layers[i + 1]
+        policy = layer.self_attn.reading.policy
+        if policy.dense:
+            return None
+        return lambda x: rows.guess(layer.self_attn, layer.input_layernorm, x, step, policy)
 
-    @contextmanager
-    def _room(self):
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            wanted = sum(s.nbytes for p in self.plan for s in p.streams if s.place != "pinned")
-            raise CapacityError(
-                f"the cache needs {wanted} bytes for batch {self.batch} and max_context {self.max_context}, and they "
-                f"could not be allocated ({str(error).splitlines()[0]}); lower one of them"
-            ) from error
+    @property
+    def stream(self):
+        """The `dsv4.cache.host_tier.stream.DenseStream` of the layers in host memory; None without such."""
+        return next((layer.stream for layer in self.layers if layer.far), None)
 
     def adopt(self, policy: Policy) -> None:
         """Keep what `policy` searches from now on, instead of earlier summaries: they are computed from the keys in the
         cache. Steps that were captured before must be captured again. Copies no keys."""
-        self.plan = self._planned(policy)
+        self.layout = self.layout.of_policy(policy)
+        self.plan = self.layout.plan(self.batch, self.max_context, self.max_rewind)
         with self._room():
             for layer, plan in zip(self.layers, self.plan):
                 layer.adopt(plan, policy)
@@ -251,26 +205,15 @@ class GroupedCache:
         for layer in self.layers:
             layer.summarise(max(self.lengths), self.summarise)
 
-    def make_room(self, rows: slice, tokens: int) -> None:
-        """Called before `tokens` tokens are written to each of `rows`. Does nothing here: all room was allocated at
-        once."""
-
-    @property
-    def lengths(self) -> list[int]:
-        return list(self._main.now)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes really allocated, summed over the buffers."""
-        return sum(t.untyped_storage().nbytes() for layer in self.layers for t in layer.tensors.values())
-
     def rewind(self, n: int | list[int]) -> None:
         """Forget the last n tokens of every row (or n[b] of row b). Copies nothing. Raises RewindError, and then
         changes nothing."""
-        counts = rewind_counts(n, self.batch)
-        self._main.set_back(counts)
-        self.remembered = [held if count == 0 else None for held, count in zip(self.remembered, counts)]
+        super().rewind(n)
+        self._forget_memories(rewind_counts(n, self.batch))
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.rewind(self.lengths)
+        self._forget_memories(self.lengths)
+        super().reset()
+
+    def _forget_memories(self, counts: list[int]) -> None:
+        self.remembered = [held if count == 0 else None for held, count in zip(self.remembered, counts)]

@@ -5,6 +5,7 @@ Both spellings of transformers are read: the older (`rope_theta`, `rope_scaling`
 nothing are listed as never read.
 """
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -14,6 +15,7 @@ from dsv4.loaders.config_files import DECODERS
 from dsv4.model.config import Reader, mapping, number
 from dsv4.model.config_keys import HARMLESS
 from dsv4.model.gqa.rope import VARIANTS, Rope, mscale
+from dsv4.model.spec import LayerSpec
 
 DEFAULT_THETA = 10000.0  # of transformers, where a config states none
 SIZES = (
@@ -70,6 +72,13 @@ FIXED = {
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
+class AttentionKind(enum.Enum):
+    """What a layer attends to."""
+
+    FULL = "full"  # every token before
+    SLIDING = "sliding"  # the last `window` of them
+
+
 @dataclass(frozen=True)
 class GQAConfig:
     """Checked configuration; names are those of config.json where it has one.
@@ -104,6 +113,12 @@ class GQAConfig:
     def softmax_scale(self) -> float:
         """Scale of q·k: D^(−1/2), and the rotation's factor of both q and k, so that the cache need not hold it."""
         return self.head_dim**-0.5 * self.rope.attention**2
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """What each layer is."""
+        kind = lambda window: AttentionKind.FULL if window is None else AttentionKind.SLIDING
+        return tuple(LayerSpec(f"layer {i}", f"layers.{i}", kind(window)) for i, window in enumerate(self.windows))
 
     @classmethod
     def from_dict(cls, raw: Mapping) -> "GQAConfig":

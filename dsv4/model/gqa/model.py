@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dsv4.cache.host_tier.layer import HostCache
-from dsv4.cache.linear import DEFAULT_MAX_REWIND
+from dsv4.cache.cache import DEFAULT_MAX_REWIND
+from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import bind
 from dsv4.kernels.fusions import COMPOSITIONS
@@ -19,7 +19,7 @@ from dsv4.model.gqa.attention import SelfAttention
 from dsv4.model.gqa.cache import GroupedCache, LayerRows
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
-from dsv4.model.gqa.paged import GroupedLayout
+from dsv4.model.gqa.layout import GroupedLayout, StagedGroupedLayout
 from dsv4.model.gqa.prefill import append_chunks
 from dsv4.model.gqa.projection import Projection, maps
 from dsv4.model.gqa.rope import frequencies
@@ -153,10 +153,15 @@ class GQAModel(CausalLM):
         return (self.config.hidden_size,)
 
     def new_cache(
-        self, batch: int = 1, max_context: int | None = None, max_rewind: int = DEFAULT_MAX_REWIND
+        self,
+        batch: int = 1,
+        max_context: int | None = None,
+        max_rewind: int = DEFAULT_MAX_REWIND,
+        memory: HostMemory | None = None,
     ) -> GroupedCache:
         """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to any length;
-        max_rewind is the least that the caller needs.
+        max_rewind is the least that the caller needs. memory: what is in host memory; None: what the model was loaded
+        with.
 
         Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. Raises
         InputError beyond the latter, CapacityError with the bytes when it does not fit; for a cache in host memory
@@ -165,28 +170,14 @@ class GQAModel(CausalLM):
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
         check_sizes(max_rewind=max_rewind)
-        policy = self.attention.policy
-        if self.kv_memory is not None:
-            return HostCache(
-                self.config,
-                self.numerics,
-                batch,
-                max_context,
-                [self.device] * len(self.layers),
-                policy,
-                self.op.summarise_blocks,
-                self.kv_memory,
-                self.backend == "triton",
-            )
-        return GroupedCache(
-            self.config,
-            self.numerics,
-            batch,
-            max_context,
-            [self.device] * len(self.layers),
-            None if policy.selector is None else policy,
-            self.op.summarise_blocks,
-        )
+        devices = [self.device] * len(self.layers)
+        return GroupedCache(self.cache_layout(memory), batch, max_context, devices, self.op.summarise_blocks)
+
+    def cache_layout(self, memory: HostMemory | None = None) -> GroupedLayout:
+        policy, memory = self.attention.policy, memory or self.kv_memory
+        if memory is None:
+            return GroupedLayout(self.config, self.numerics, policy)
+        return StagedGroupedLayout(self.config, self.numerics, policy, memory, self.backend == "triton")
 
     def page_layout(self) -> GroupedLayout:
         """Raises InputError if prompts are read in chunks: their memory is not a function of the tokens before a
@@ -196,8 +187,7 @@ class GQAModel(CausalLM):
                 "chunked prefill was asked for; requests over pages share prefixes of 128 tokens, which its chunks "
                 "and memory do not follow: leave out --prefill-chunks, or run single requests with dsv4 generate"
             )
-        policy = self.attention.policy
-        return GroupedLayout(self.config, self.numerics, None if policy.selector is None else policy)
+        return self.cache_layout()
 
     def layer_paths(self) -> list[dict]:
         """What each layer really read in the last step, for the longest row. Waits for the device if tiles were

@@ -16,13 +16,11 @@ from collections.abc import Mapping
 import torch
 
 from dsv4.cache.page_tables import PageTable
-from dsv4.cache.paging import NOWHERE, PageGroup
-from dsv4.cache.streams import Stream
-from dsv4.kernels.block_choice import Policy
+from dsv4.cache.paging import NOWHERE
+from dsv4.cache.streams import LayerStreams
 from dsv4.kernels.block_summaries.reference import touched_blocks
-from dsv4.model.gqa.cache import BLOCK, AttentionKind, LayerRows, LayerStreams, Summaries, cache_streams
-from dsv4.model.gqa.config import GQAConfig
-from dsv4.model.numerics import Numerics
+from dsv4.model.gqa.cache import BLOCK, LayerRows, Summaries
+from dsv4.model.gqa.config import AttentionKind
 from dsv4.model.step import Step
 
 GROUPS = {AttentionKind.FULL: "tokens", AttentionKind.SLIDING: "window"}  # groups of pages, by what a layer attends to
@@ -30,7 +28,7 @@ GROUPS = {AttentionKind.FULL: "tokens", AttentionKind.SLIDING: "window"}  # grou
 
 class PagedRows(LayerRows):
     """One layer, instead of `LayerRows`. tensors: pools [pages + 1, KV, rows, D] of keys and values (BLOCK rows) and of
-    summaries (BLOCK / block rows), all addressed by one table. `groups` as in every `PagedLayer`."""
+    summaries (BLOCK / block rows), all addressed by one table. groups: the group of pages of each stream."""
 
     def __init__(
         self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor], block: int
@@ -103,38 +101,3 @@ def _by_head(pages: torch.Tensor, heads: int) -> torch.Tensor:
 def _copy(pool: torch.Tensor, there: torch.Tensor, whole: torch.Tensor, here: torch.Tensor) -> None:
     width = pool.shape[-1]
     pool.view(-1, width).index_copy_(0, there, whole.view(-1, width).index_select(0, here))
-
-
-class GroupedLayout:
-    """The `PageLayout` of a GQA model. policy: its summaries are kept beside the keys (None: no summaries).
-
-    Layers that attend to everything share one group of pages. Those with a window share another, which frees the pages
-    before the window.
-    """
-
-    def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None):
-        self.config, self.numerics, self.policy, self.mtp = config, numerics, policy, False
-        self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
-        windows = set(config.windows) - {None}
-        groups = [PageGroup(GROUPS[AttentionKind.FULL], BLOCK)] if None in config.windows else []
-        groups += [PageGroup(GROUPS[AttentionKind.SLIDING], BLOCK, back=max(windows) - 1)] if windows else []
-        self.groups = {group.name: group for group in groups}
-
-    def plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
-        """Streams as `GroupedCache` allocates them for one tile, with as many pages as the layer's group has, and page
-        0."""
-        return [
-            LayerStreams(
-                layer.label, layer.kind, tuple(_in_pages(s, pages[GROUPS[layer.kind]] + 1) for s in layer.streams)
-            )
-            for layer in cache_streams(self.config, 1, BLOCK, self.numerics, self.policy)
-        ]
-
-    def layer(self, plan: LayerStreams, tables: Mapping[str, PageTable], tensors: dict[str, torch.Tensor]) -> PagedRows:
-        return PagedRows(plan, tables, tensors, self.policy.block if self.policy else BLOCK)
-
-
-def _in_pages(stream: Stream, count: int) -> Stream:
-    _, heads, rows, width = stream.shape
-    formula = f"{count} pages × {heads} heads × {rows} rows × {width} × {stream.dtype.itemsize} B"
-    return Stream(stream.name, (count, heads, rows, width), stream.dtype, formula)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from dsv4.cache.cache import Cache
 from dsv4.errors import InputError, UnsupportedInput
 from dsv4.kernels.block_choice import Policy, dense
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.model.causal import CausalLM
 from dsv4.model.gqa.choice import NAMES
 from dsv4.model.gqa.model import GQAModel
 from dsv4.probes.measure.recall.mass import window_only
@@ -41,7 +42,7 @@ class Variant:
         return self.switch(model)
 
     @contextmanager
-    def resumed(self, model: CausalLM, cache: TokenCache) -> Iterator[TokenCache]:
+    def resumed(self, model: CausalLM, cache: Cache) -> Iterator[Cache]:
         """`on`, with a cache that was filled under another variant which acts in decoding alone, as this one does: it
         holds the keys and values that this one would have made, and gets the summaries that this one searches."""
         with self.on(model):

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.cache.cache import Cache
+from dsv4.model.causal import CausalLM
 from dsv4.probes.bounds import lower_bound
 from dsv4.probes.measure.recall.haystack import filler, needle_trial
 from dsv4.probes.measure.recall.mass import window_only
 
 Say = Callable[[str], None]
-Way = Callable[[TokenCache], AbstractContextManager]
+Way = Callable[[Cache], AbstractContextManager]
 PASS = 16  # tokens of a pass that still counts as decoding
 NEAR = 512  # tokens between needle and question at least, where a model has no sliding windows: the reach of the demo's
 

@@ -1,30 +1,22 @@
 """A contiguous cache of a GQA model that has as many slots as its tokens need tiles: sums over slots then run in the
 order in which they run over pages, and bits can be compared."""
 
-from dsv4.model.gqa.cache import GroupedCache, LayerRows, cache_streams, slots
+from dsv4.model.gqa.cache import GroupedCache, LayerRows, slots
+from dsv4.model.gqa.layout import GroupedLayout
 
 
 class FittedCache(GroupedCache):
     """One row. Its buffers are made anew before a step whose end needs more tiles, or fewer."""
 
     def __init__(self, model, max_context: int):
-        policy = model.attention.policy
-        super().__init__(
-            model.config,
-            model.numerics,
-            1,
-            max_context,
-            [model.device] * len(model.layers),
-            None if policy.selector is None else policy,
-            model.op.summarise_blocks,
-        )
-        self.policy = None if policy.selector is None else policy
+        layout = GroupedLayout(model.config, model.numerics, model.attention.policy)
+        super().__init__(layout, 1, max_context, [model.device] * len(model.layers), model.op.summarise_blocks)
 
-    def make_room(self, rows: slice, tokens: int) -> None:
+    def make_room(self, rows: slice, tokens: int, mtp: bool = False) -> None:
         """Called before `tokens` tokens are written: the layers have slots for these and no more tiles."""
         end = slots(self.lengths[0] + tokens)
         if end != self.layers[0].keys.shape[2]:
-            plan = cache_streams(self.config, 1, end, self.numerics, self.policy)
+            plan = self.layout.plan(1, end, 0)
             self.layers = [
                 self._resized(old, LayerRows(p, old.keys.device, old.block))
                 for old, p in zip(self.layers, plan, strict=True)
