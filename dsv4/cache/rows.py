@@ -5,7 +5,9 @@ A form of addressing (`Linear` and `Ring` here, `Paged` in `page_tables`, `Stage
 compressed entries.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -19,11 +21,13 @@ class Rows:
 
     buffer: the pool in the shape in which it was allocated. name: forms with equal names have equal rows, so layers
     share indices. spare: a row of the pool that takes what no batch row keeps (None: that lies beyond what is read).
-    far: whether the pool is in host memory.
+    far: whether the pool is in host memory; tensors are then those that it has on the device.
     """
 
+    flat: Any  # a tensor or PackedRows, as `packed` says
     spare: int | None = None
     far = False
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
 
     def __init__(self, buffer, flat: torch.Tensor | PackedRows, name: tuple, write: Callable = write_rows):
         self.buffer, self.flat, self.name, self._write = buffer, flat, name, write
@@ -54,6 +58,10 @@ class Rows:
         """numbers int64 [B, T, K] (−1 absent) → a pool and its rows int64 [B·T, K] (−1 absent). op: the operations of
         the model's backend."""
         return self.flat, torch.where(numbers < 0, -1, self.index(step, numbers)).flatten(0, 1)
+
+    def held(self) -> torch.Tensor:
+        """All rows of a pool that batch rows do not share, [batch, n, width], in fp32 where they are packed."""
+        raise NotImplementedError
 
     def store(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         """values [M, width] to rows `slots` int64 [M] of the pool."""
@@ -99,7 +107,6 @@ class Linear(Rows):
         return super().chosen(step, numbers, op)
 
     def held(self) -> torch.Tensor:
-        """All rows [batch, n, width], in fp32 where they are packed."""
         return decode_rows(self.buffer) if self.packed else self.buffer
 
 
@@ -110,7 +117,7 @@ class Ring(Rows):
     by up to `max_rewind`: R = keep + 1 + max_rewind. Packed rows are given as the pool, with R.
     """
 
-    def __init__(self, buffer: torch.Tensor | PackedRows, keep: int, R: int = 0, write: Callable = write_rows):
+    def __init__(self, buffer: Any, keep: int, R: int = 0, write: Callable = write_rows):
         packed, self.keep = isinstance(buffer, PackedRows), keep
         self.R = R if packed else buffer.shape[1]
         super().__init__(buffer, buffer if packed else buffer.flatten(0, 1), (self.R,), write)

@@ -64,6 +64,8 @@ class Whole(Rows):
 class WholeTokens(Tokens):
     """Tokens of a whole sequence, whose windows need no indices."""
 
+    rows: Whole
+
     def last(self, step: Step, window: int) -> Band:
         return Band(step.B, step.T, window, self.rows.ratio)
 
