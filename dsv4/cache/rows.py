@@ -144,8 +144,11 @@ class Ring(Rows):
         if self.fits(step):
             return super().extend(step, slots, values)
         values = values if self.packed else values.to(self.flat.dtype)
-        ahead = torch.arange(-self.keep, 0, device=step.device)
-        before = self._kept(step, ("before", self.keep), lambda: step.start.unsqueeze(1) + ahead)
+        before = self._kept(
+            step,
+            ("before", self.keep),
+            lambda: step.start.unsqueeze(1) + torch.arange(-self.keep, 0, device=step.device),
+        )
         shape = step.B, -1, values.shape[-1]
         before, values = self.fetch(before, values.dtype).view(shape), values.view(shape)  # a window of 1 keeps none
         laid_out = torch.cat((before, values), 1).flatten(0, 1)

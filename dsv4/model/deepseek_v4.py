@@ -1,6 +1,7 @@
 """The whole model of DeepSeek-V4: blocks between embedding and head, and MTP. `dsv4.model.causal` runs it."""
 
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import nn
@@ -29,6 +30,7 @@ from dsv4.model.block import Block
 from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
 from dsv4.model.config import ModelConfig
 from dsv4.model.hyper_connections import HyperHead
+from dsv4.model.module import fuses
 from dsv4.model.mtp import MTPBlock
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
@@ -179,24 +181,35 @@ class Model(CausalLM):
     # ---- inside --------------------------------------------------------------------------
 
     def run(self, step: Step, cache: Cache) -> torch.Tensor:
-        h = self.embed(step.ids).to(self.numerics.activation)
-        streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
-        if self.layer_devices is None:
-            for block, layer_cache in zip(self.layers, cache.layers):
-                streams = block(streams, step, layer_cache)
-            return streams
-        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices):
-            streams = block(streams.to(device), step.on(device), layer_cache)
-        return streams.to(self.device)
+        pending = self._layers(step, cache)
+        return (pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)).to(self.device)
 
     def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         """A captured step in few kernels: streams before the head [N, n, d], and logits fp32 [N, vocab]."""
         cache.place(step, self.op)
-        pending = (self.op.embed_streams(step.ids, self.embed.weight, self.config.hc_mult, self.numerics.activation),)
-        for block, layer_cache in zip(self.layers, cache.layers):
-            pending = block.sublayers(pending, step, layer_cache)
+        pending = self._layers(step, cache)
+        if len(pending) == 1:
+            return pending[0], self.head(self.features(pending[0]))
         streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
         return streams, self.head(y)
+
+    def _layers(self, step: Step, cache: Cache) -> tuple:
+        """Every layer up to its last write to the streams, in the form of `Block.sublayers`."""
+        if fuses(self.op, "embed_streams", self.embed):
+            table, dtype = self.embed.weight, self.numerics.activation
+            streams = self.op.embed_streams(step.ids, table, self.config.hc_mult, dtype)
+        else:
+            h = self.embed(step.ids).to(self.numerics.activation)
+            streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
+        pending = (streams,)
+        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices or repeat(self.device)):
+            pending, here = tuple(t.to(device) for t in pending), step.on(device)
+            if block.watched:  # a hook sees whole streams
+                streams = pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)
+                pending = (block(streams, here, layer_cache),)
+            else:
+                pending = block.sublayers(pending, here, layer_cache)
+        return pending
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [N, n, d] → normalised head input [N, d]."""
