@@ -34,6 +34,13 @@ MOVED = {f"dsv4.{name}": f"dsv4.{room}.{name}" for room, names in ROOMS.items() 
     "dsv4.probes.cli": "dsv4.commands.audit",
     "dsv4.probes.fidelity": "dsv4.probes.measure.fidelity",
     "dsv4.probes.formats": "dsv4.probes.report",
+    "dsv4.probes.measure.fidelity.attending": "dsv4.probes.measure.base.attending",
+    "dsv4.probes.measure.fidelity.measures": "dsv4.probes.measure.base.logits",
+    "dsv4.probes.measure.fidelity.needles": "dsv4.probes.measure.base.needles",
+    "dsv4.probes.measure.fidelity.variants": "dsv4.probes.measure.base.variants",
+    "dsv4.probes.measure.recall.haystack": "dsv4.probes.measure.base.haystack",
+    "dsv4.probes.measure.recall.mass": "dsv4.probes.measure.base.mass",
+    "dsv4.probes.measure.recall.text": "dsv4.probes.measure.base.text",
     "dsv4.probes.mutations": "dsv4.probes.faults",
     "dsv4.probes.provenance": "dsv4.probes.report.provenance",
     "dsv4.probes.recall": "dsv4.probes.measure.recall",
@@ -45,12 +52,13 @@ CATALOGUE = "dsv4.probes.catalogue."
 
 
 def new_name(name: str) -> str | None:
-    """The name that a module has now, or None where the name is no old one."""
+    """The name that a module has now, or None where the name is no old one. A module may have moved twice."""
     parts = name.split(".")
     for end in range(len(parts), 1, -1):
         new = MOVED.get(".".join(parts[:end]))
         if new is not None:
-            return ".".join([new, *parts[end:]])
+            once = ".".join([new, *parts[end:]])
+            return new_name(once) or once
     probe = name.removeprefix(PROBES)
     if name.startswith(PROBES) and "." not in probe and any((f / f"{probe}.py").is_file() for f in _catalogues()):
         return CATALOGUE + probe

@@ -1,17 +1,12 @@
-"""Common parts of the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) on the command
-line."""
+"""Options that the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) share, and how their
+texts are read."""
 
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dsv4.commands.options import BACKENDS, NUMERICS, choice
-from dsv4.commands.terminal import Terminal, errors
 from dsv4.errors import InputError
 
 
@@ -34,6 +29,10 @@ def file(value: Path | None) -> Path | None:
 
 
 Word = str | None
+Number = int | None
+Checkpoint = Annotated[
+    Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)
+]
 Text = Annotated[Path | None, option("UTF-8 text to read and to hide needles in; default: Python's help topics.")]
 Policies = Annotated[
     Word,
@@ -55,51 +54,6 @@ def report_in(stem: str):
     return option(f"Directory for {stem}.md, .json and plots.", callback=folder)
 
 
-def wide(columns: int) -> Console:
-    """stdout for tables: of what goes to a file, nothing is cut off at 80."""
-    return Terminal(width=None if sys.stdout.isatty() else columns)
-
-
-def show(found: dict, as_json: bool, tables: Callable[[dict, Console], None], columns: int) -> None:
-    """A measurement on stdout: one JSON document, or its tables."""
-    from dsv4.probes.report.json_report import dumped
-
-    if as_json:
-        sys.stdout.write(dumped(found))
-    else:
-        tables(found, wide(columns))
-
-
-def tell(lines: Iterable[str]) -> None:
-    """Lines on stderr."""
-    for line in lines:
-        errors.print(line)
-
-
-def publish(
-    out: Path | None,
-    stem: str,
-    draw: Callable[[], dict[str, str]],
-    markdown: Callable[[dict[str, str]], str],
-    document: Callable[[], str],
-) -> None:
-    """Write a measurement to `out`, if there is one, as `dsv4.probes.report.files.write_measurement` does, and say so.
-    draw() gives the plots, where they can be drawn."""
-    from dsv4.probes.measure.recall.plots import available
-    from dsv4.probes.report.files import write_measurement
-
-    if out is not None:
-        for file in write_measurement(out, stem, draw() if available() else {}, markdown, document()):
-            errors.print(f"wrote {file}")
-
-
-def refuse_idle(used: bool, given: dict, instead: str) -> None:
-    """Raises InputError for options without effect: nothing is ignored silently. instead: what to do."""
-    idle = [name for name, value in given.items() if value is not None]
-    if idle and not used:
-        raise InputError(f"{', '.join(idle)} would change nothing of this subject; {instead}")
-
-
 def counts(name: str, text: str | None) -> list[int] | None:
     """'4096,16K' → [4096, 16384]. Raises InputError."""
     from dsv4.units import parse_count
@@ -111,15 +65,19 @@ def counts(name: str, text: str | None) -> list[int] | None:
     return [parse_count(part.strip()) for part in text.split(",")]
 
 
-@contextmanager
-def progress(total: int) -> Iterator[tuple]:
-    """(say, advance): a bar on a terminal, lines elsewhere; on stderr."""
-    if not errors.is_terminal:
-        yield errors.print, lambda tokens: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def names(text: str | None) -> list[str] | None:
+    """'dense, block-bound' → names. Raises InputError for an empty one."""
+    if text is None:
+        return None
+    names = [part.strip() for part in text.split(",")]
+    if not all(names):
+        raise InputError(f"--policy is {text!r}; expected names separated by commas, such as sink+window,block-bound")
+    return list(dict.fromkeys(names))
 
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: bar.update(task, description=text), lambda tokens: bar.advance(task, tokens)
+
+def numbers(name: str, text: str | None) -> list[float]:
+    """'1e-3,1e-2' → [0.001, 0.01]. Raises InputError."""
+    try:
+        return [] if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"{name} is {text!r}; expected numbers separated by commas, such as 1e-3,1e-2") from None

@@ -1,39 +1,30 @@
 """`dsv4 fidelity`: the command line of the measurement."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from dsv4.commands.console import (
     Backend,
+    Checkpoint,
     Device,
     Json,
+    Number,
     Numerics,
     Policies,
     Seed,
     Text,
     Word,
     counts,
-    errors,
+    names,
     option,
-    progress,
-    publish,
     report_in,
-    show,
-    tell,
 )
+from dsv4.commands.measuring import measure
 from dsv4.commands.options import Kernels, choice
-from dsv4.errors import InputError
-
-Number = int | None
 
 
 def fidelity(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Checkpoint directory: DeepSeek-V4 or a GQA model.", show_default=False)
-    ],
+    checkpoint: Checkpoint,
     topk: Annotated[
         Word,
         option(
@@ -66,47 +57,23 @@ def fidelity(
 ):
     """What reading sparsely changes: each policy, or k of CSA, held against the model reading everything. Exit code 0:
     measured."""
-    from dsv4.probes.measure.fidelity import document, markdown, plots, tables
-    from dsv4.probes.measure.fidelity.settings import settle, variants_of
-    from dsv4.probes.measure.recall.plots import MISSING, available
-    from dsv4.probes.measure.recall.text import read_text
-    from dsv4.probes.report.document import slug
-    from dsv4.probes.report.json_report import dumped
-    from dsv4.runtime import user_kernels
-    from dsv4.runtime.threads import limited_threads
+    from dsv4.probes.measure.fidelity.measurement import Fidelity
 
-    ks, budgets, contexts = (counts(*pair) for pair in (("--topk", topk), ("--budget", budget), ("--context", context)))
-    errors.print(f"loading {checkpoint.name}")
-    subject = document.ModelSubject(checkpoint, numerics, backend, device, user_kernels.kernels_named(kernel))
-    tell(user_kernels.before(subject.model))
-    settings = settle(
-        subject.model, effort, contexts, seed, rows=rows, tail=tail, new=new_tokens, needles=needles, queries=queries
+    measure(
+        Fidelity,
+        checkpoint,
+        (numerics, backend, device),
+        out=out,
+        as_json=as_json,
+        kernel=kernel,
+        reads=(counts("--topk", topk), names(policy), counts("--budget", budget), block),
+        text=text,
+        effort=effort,
+        contexts=counts("--context", context),
+        seed=seed,
+        rows=rows,
+        tail=tail,
+        new=new_tokens,
+        needles=needles,
+        queries=queries,
     )
-    variants = variants_of(subject.model, settings, ks, names(policy), budgets, block)
-    tokens = settings.rows * settings.contexts[-1]
-    material = read_text(text, checkpoint, subject.config.vocab_size, tokens, seed)
-    hidden = subject.config.hidden_size
-    with progress(document.work(variants, settings)) as (say, advance), limited_threads(hidden):
-        found = document.measured(subject, variants, settings, material, sys.argv, say, advance)
-    if not available():
-        found["notes"].append(MISSING)
-    show(found, as_json, tables.show, 160)
-    publish(
-        out,
-        f"fidelity_{slug(checkpoint.resolve().name)}_{found['family']}",
-        lambda: plots.draw(found),
-        lambda files: markdown.render(found, files),
-        lambda: dumped(found),
-    )
-    tell(user_kernels.after(subject.model))
-    user_kernels.check_reached(subject.model)
-
-
-def names(text: str | None) -> list[str] | None:
-    """'dense, block-bound' → names. Raises InputError for an empty one."""
-    if text is None:
-        return None
-    names = [part.strip() for part in text.split(",")]
-    if not all(names):
-        raise InputError(f"--policy is {text!r}; expected names separated by commas, such as sink+window,block-bound")
-    return list(dict.fromkeys(names))

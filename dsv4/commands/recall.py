@@ -1,32 +1,13 @@
 """`dsv4 recall`: the command line of the measurement."""
 
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dsv4.commands.console import (
-    Json,
-    Seed,
-    Text,
-    Word,
-    counts,
-    option,
-    progress,
-    publish,
-    refuse_idle,
-    report_in,
-    show,
-    tell,
-)
+from dsv4.commands.console import Json, Number, Seed, Text, Word, counts, option, report_in
+from dsv4.commands.measuring import measure
 from dsv4.commands.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, Kernels, choice
-from dsv4.errors import InputError
-
-STEM = "recall"
-INSTEAD = "leave it out, or use --subject ours"
-Number = int | None
 
 
 def recall(
@@ -69,86 +50,29 @@ def recall(
     gate: Annotated[
         bool, typer.Option("--gate", help="Exit code 1 if the classic gate fails, 2 if it is VACUOUS.")
     ] = False,
-    out: Annotated[Path | None, report_in(STEM)] = None,
+    out: Annotated[Path | None, report_in("recall")] = None,
     as_json: Json = False,
 ):
     """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could
     not."""
-    from dsv4.probes.measure.recall import document, markdown, plots, tables
-    from dsv4.probes.measure.recall.settings import settle
-    from dsv4.probes.measure.recall.text import read_text
-    from dsv4.probes.report.json_report import dumped
-    from dsv4.probes.subjects.files import FilesSubject
-    from dsv4.runtime import user_kernels
-    from dsv4.runtime.threads import limited_threads
+    from dsv4.probes.measure.recall.measurement import Recall
 
-    refuse_idle(
-        dump is None and subject == "ours",
-        {
-            "--numerics": numerics,
-            "--backend": backend,
-            "--device": device,
-            "--cache": cache,
-            "--index-cache": index_cache,
-            "--kernel": kernel,
-        },
-        INSTEAD,
+    found = measure(
+        Recall,
+        checkpoint,
+        out=out,
+        as_json=as_json,
+        dump=dump,
+        kind=subject,
+        kernel=kernel,
+        choices=dict(numerics=numerics, backend=backend, device=device, cache=cache, index_cache=index_cache),
+        text=text,
+        contexts=counts("--context", context),
+        ks=counts("--k", k),
+        queries=queries,
+        rows=rows,
+        needles=needles,
+        seed=seed,
+        vacuous=vacuous,
     )
-    refuse_idle(dump is None, {"--text": text}, INSTEAD)
-    kernels = user_kernels.kernels_named(kernel)
-    stored = FilesSubject(checkpoint)
-    if stored.family == "gqa":
-        raise InputError(
-            "recall measures the indexer of CSA layers, and a GQA model has none; dsv4 fidelity compares policies "
-            "that read its cache sparsely"
-        )
-    config = stored.config
-    recorded = None if dump is None else _recorded(dump, checkpoint)
-    rows, longest = (rows, None) if recorded is None else recorded.ids.shape
-    contexts = counts("--context", context) or (longest and [longest])
-    trials = needles if needles is not None else 20 if (device or "cpu").startswith("cpu") else 100
-    settings = settle(config, contexts, counts("--k", k), queries, rows, trials, seed, vacuous, longest)
-    tokens = rows * settings.contexts[-1]
-    material = None if recorded else read_text(text, checkpoint, config.vocab_size, tokens, seed)
-    with progress(tokens) as (say, advance):
-        say("loading")
-        opened = recorded or _opened(
-            checkpoint,
-            subject,
-            numerics or "native",
-            backend or "auto",
-            device or "cpu",
-            cache or "auto",
-            index_cache or "auto",
-            kernels=kernels,
-        )
-        tell(user_kernels.before(opened.model) if kernels else ())
-        with limited_threads(config.hidden_size):
-            found = document.measured(opened, settings, material, sys.argv, say, advance)
-    if not plots.available():
-        found["notes"].append(plots.MISSING)
-    show(found, as_json, tables.show, 120)
-    publish(out, STEM, lambda: plots.draw(found), lambda files: markdown.render(found, files), lambda: dumped(found))
-    if kernels:
-        tell(user_kernels.after(opened.model))
-        user_kernels.check_reached(opened.model)
     raise typer.Exit({"FAIL": 1, "VACUOUS": 2}.get(found["gate"]["status"], 0) if gate else 0)
-
-
-def _opened(checkpoint: Path, kind: str, *choices: str, kernels: Mapping):
-    """choices: numerics, backend, device, cache, index cache of ours."""
-    from dsv4.probes.audit import open_subject
-
-    if kind not in ("ours", "transformers"):
-        raise InputError(f"--subject is {kind!r}; expected ours or transformers (recorded runs: --dump FILE)")
-    return open_subject(checkpoint, kind, *choices, kernels=kernels)
-
-
-def _recorded(dump: Path, checkpoint: Path):
-    """A dump, whose weights are the checkpoint's."""
-    from dsv4.probes.subjects.dump import DumpSubject
-    from dsv4.probes.subjects.files import FilesSubject
-
-    subject = DumpSubject(dump, checkpoint)
-    subject.files = FilesSubject(checkpoint).files
-    return subject

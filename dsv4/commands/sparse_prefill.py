@@ -1,25 +1,12 @@
 """`dsv4 sparse-prefill`: the command line of the measurement."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dsv4.commands.console import (
-    Backend,
-    Device,
-    Json,
-    Numerics,
-    Rows,
-    Seed,
-    Word,
-    counts,
-    errors,
-    option,
-    publish,
-    report_in,
-)
+from dsv4.commands.console import Backend, Device, Json, Numerics, Rows, Seed, Word, counts, option, report_in
+from dsv4.commands.measuring import measure
 
 
 def sparse_prefill(
@@ -55,27 +42,22 @@ def sparse_prefill(
 ):
     """What reading prompts in chunks and a memory (--prefill-chunks) costs: perplexity, attention mass, needles. Exit
     code 0: measured."""
-    from dsv4.probes.measure.fidelity.document import ModelSubject
-    from dsv4.probes.measure.recall.plots import MISSING, available
-    from dsv4.probes.measure.sparse_prefill import document, markdown, plots
-    from dsv4.probes.measure.sparse_prefill.settings import settle, texts
-    from dsv4.probes.report.document import slug
-    from dsv4.runtime.threads import limited_threads
+    from dsv4.probes.measure.sparse_prefill.measurement import SparsePrefill
 
-    contexts, asked = (counts(*pair) for pair in (("--context", context), ("--asked-context", asked_context)))
-    errors.print(f"loading {checkpoint.name}")
-    subject = ModelSubject(checkpoint, numerics, backend, device)
-    settings = settle(subject.model, contexts, cuts, rows, tail, needles, asked, in_prompt, every, seed)
-    material = texts(text, checkpoint, subject.config.vocab_size, settings.rows * settings.contexts[-1], seed)
-    with limited_threads(subject.config.hidden_size):
-        found, maps = document.measured(subject, settings, material, sys.argv, errors.print)
-    if not available():
-        found["notes"].append(MISSING)
-    sys.stdout.write(document.render(found) if as_json else markdown.terminal(found))
-    publish(
-        out,
-        f"sparse_prefill_{slug(checkpoint.resolve().name)}",
-        lambda: plots.draw(found, maps),
-        lambda files: markdown.render(found, files),
-        lambda: document.render(found),
+    measure(
+        SparsePrefill,
+        checkpoint,
+        (numerics, backend, device),
+        out=out,
+        as_json=as_json,
+        text=text,
+        contexts=counts("--context", context),
+        cuts=cuts,
+        rows=rows,
+        tail=tail,
+        needles=needles,
+        asked_contexts=counts("--asked-context", asked_context),
+        in_prompt=in_prompt,
+        every=every,
+        seed=seed,
     )

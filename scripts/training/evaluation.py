@@ -2,7 +2,7 @@
 drafts.
 
 Every part takes the model, what to ask it, and `Limits`, and returns figures. Needles and the dense attention's mass
-are those of `dsv4.probes.measure.recall`.
+are those of `dsv4.probes.measure.base`.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,11 @@ from dsv4.cache.sequence import whole
 from dsv4.model.attention import CSAAttention
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.bounds import lower_bound
-from dsv4.probes.measure.recall import needles as needles_of
-from dsv4.probes.measure.recall.haystack import CHANCE, filler
-from dsv4.probes.measure.recall.mass import dense_mass, watched, window_only
-from dsv4.probes.measure.recall.needles import Asked, Haystack, answered, hidden, reach, replies
+from dsv4.probes.measure.base import needles as needles_of
+from dsv4.probes.measure.base.haystack import CHANCE, filler
+from dsv4.probes.measure.base.mass import dense_mass, watched, window_only
+from dsv4.probes.measure.base.models import reach
+from dsv4.probes.measure.base.needles import Asked, Haystack, answered, hidden, replies
 from scripts.training.facts import RELATIONS
 from scripts.training.rows import Encoder, Rows
 from scripts.training.tokenizer import BOS_ID

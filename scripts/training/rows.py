@@ -15,7 +15,7 @@ from random import Random
 import numpy as np
 from tokenizers import Tokenizer
 
-from dsv4.probes.measure.recall.haystack import TEMPLATES, Template, any_name, any_value, boundaries, person, thing
+from dsv4.probes.measure.base.haystack import TEMPLATES, Template, any_name, any_value, boundaries, person, thing
 from scripts.training.facts import sentences
 from scripts.training.tokenizer import BOS_ID, EOS_ID
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.probes.measure.recall.haystack import needle_trial
+from dsv4.probes.measure.base.haystack import needle_trial
 from scripts.training import evaluation
 from scripts.training.evaluation import Asked, Limits, answered
 from scripts.training.facts import FACTS

@@ -8,10 +8,9 @@ import pytest
 
 from dsv4 import load_model
 from dsv4.kernels.block_choice import block_bounds, sink_window
-from dsv4.probes.measure.fidelity.needles import DECODED
-from dsv4.probes.measure.fidelity.variants import of_policy
-from dsv4.probes.measure.recall.haystack import needle_trial
-from dsv4.probes.measure.recall.needles import Asked, Limits, answered, replies_by
+from dsv4.probes.measure.base.haystack import needle_trial
+from dsv4.probes.measure.base.needles import DECODED, Asked, Limits, answered, replies_by
+from dsv4.probes.measure.base.variants import of_policy
 from scripts.training.facts import FACTS
 from scripts.training.rows import Encoder, load_tokenizer
 from scripts.training.tokenizer import BOS_ID

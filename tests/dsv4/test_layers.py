@@ -104,3 +104,17 @@ def test_no_import_circle():
 @pytest.mark.parametrize("edges,wanted", [({"a": {"b"}, "b": {"a"}, "c": {"a"}}, [["a", "b"]]), ({"a": {"b"}}, [])])
 def test_circles_are_seen(edges, wanted):
     assert circles({k: frozenset(v) for k, v in edges.items()}) == wanted
+
+
+def test_the_rooms_of_measurements_do_not_import_each_other():
+    """What two of them need is in their base, which imports none of them."""
+    room = lambda name: name.removeprefix("dsv4.probes.measure.").split(".")[0]
+    inside = {name: others for name, others in graph().items() if name.startswith("dsv4.probes.measure.")}
+    assert {room(name) for name in inside} == {"base", "fidelity", "recall", "sparse_prefill", "termination"}
+    across = [
+        f"{name} imports {other}"
+        for name, others in inside.items()
+        for other in sorted(others & inside.keys())
+        if room(other) not in (room(name), "base")
+    ]
+    assert not across, "\n".join(across)

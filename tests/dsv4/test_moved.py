@@ -9,7 +9,9 @@ import pytest
 from dsv4.moved import MOVED, new_name
 
 
-@pytest.mark.parametrize("old", [*MOVED, "dsv4.gqa.cache", "dsv4.host_tier.entries", "dsv4.probes.rope"])
+@pytest.mark.parametrize(
+    "old", [*MOVED, "dsv4.gqa.cache", "dsv4.host_tier.entries", "dsv4.probes.recall.text", "dsv4.probes.rope"]
+)
 def test_an_old_name_is_the_same_module(old):
     new = new_name(old)
     with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
@@ -38,6 +40,9 @@ def test_a_package_with_the_name_of_a_module_has_its_names(package, name, home):
         *(("dsv4.load", name) for name in ("pieces_of", "plan_model")),
         *(("dsv4.speculation.policy", name) for name in ("LARGEST", "PRESSURE_PERCENT", "under_pressure")),
         ("dsv4.speculation.resident", "generate_resident"),
+        *(("dsv4.probes.measure.recall.needles", name) for name in ("Asked", "Limits", "reach", "replies_by")),
+        *(("dsv4.probes.measure.recall.plots", name) for name in ("MISSING", "available", "legend", "svg")),
+        ("dsv4.probes.measure.fidelity.document", "ModelSubject"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

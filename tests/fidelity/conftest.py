@@ -4,7 +4,7 @@ policy."""
 import pytest
 
 from dsv4 import load_model
-from dsv4.probes.measure.recall.text import read_text
+from dsv4.probes.measure.base.text import read_text
 from tests.checkpoints import SMALL, write_dense
 from tests.gqa import oracle
 from tests.texts import PROSE

@@ -8,14 +8,13 @@ import torch
 from dsv4.errors import NotFinite
 from dsv4.kernels.block_choice import Policy, block_bounds, choose_blocks
 from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.probes.measure.base.haystack import ADJECTIVES, NOUNS, chance_of_a_guess
+from dsv4.probes.measure.base.logits import exact_prefixes, figures, joined, positions, prefix_figures
+from dsv4.probes.measure.base.needles import Asked, row
+from dsv4.probes.measure.base.plots import by_depth
+from dsv4.probes.measure.base.variants import Variant, of_csa
 from dsv4.probes.measure.fidelity.findability import added, block_mass, blocks, tally
 from dsv4.probes.measure.fidelity.findability import figures as kept_figures
-from dsv4.probes.measure.fidelity.measures import exact_prefixes, figures, joined, positions, prefix_figures
-from dsv4.probes.measure.fidelity.needles import row
-from dsv4.probes.measure.fidelity.plots import by_depth
-from dsv4.probes.measure.fidelity.variants import Variant, of_csa
-from dsv4.probes.measure.recall.haystack import ADJECTIVES, NOUNS, chance_of_a_guess
-from dsv4.probes.measure.recall.needles import Asked
 
 
 def logits(*rows: tuple[float, ...]) -> torch.Tensor:

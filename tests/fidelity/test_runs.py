@@ -12,13 +12,15 @@ from dsv4.engine.generate import generate
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import block_bounds, dense, sink_window
 from dsv4.model.tokenizer import Tokenizer
-from dsv4.probes.measure.fidelity import findability, needles, runs
-from dsv4.probes.measure.fidelity.measures import figures, positions
-from dsv4.probes.measure.fidelity.variants import Variant, csa_variants, of_csa, of_policy, policy_variants
+from dsv4.probes.measure.base import needles
+from dsv4.probes.measure.base.logits import figures, positions
+from dsv4.probes.measure.base.models import reach
+from dsv4.probes.measure.base.needles import PASS, Asked, Limits, replies, replies_by
+from dsv4.probes.measure.base.text import read_text, rows_of
+from dsv4.probes.measure.base.variants import Variant, csa_variants, of_csa, of_policy, policy_variants
+from dsv4.probes.measure.fidelity import findability, runs
 from dsv4.probes.measure.recall import measure
-from dsv4.probes.measure.recall.needles import PASS, Asked, Limits, reach, replies, replies_by
 from dsv4.probes.measure.recall.settings import Settings
-from dsv4.probes.measure.recall.text import read_text, rows_of
 from dsv4.probes.scenes.patching import replaced
 from dsv4.probes.subjects.ours import OurSubject
 from tests.texts import PROSE_FILE
@@ -278,7 +280,7 @@ def test_a_question_is_decoded_as_a_whole(gqa_path):
     """DECODED tokens hold every question of the demo's tokenizer, so no part of one is read exactly."""
     from random import Random
 
-    from dsv4.probes.measure.recall.haystack import TEMPLATES, any_name, encode
+    from dsv4.probes.measure.base.haystack import TEMPLATES, any_name, encode
 
     tokenizer, rng = Tokenizer(DEMO, 4096).backend, Random(0)
     longest = max(len(encode(tokenizer, template.prompt(any_name(rng)))) for template in TEMPLATES for _ in range(200))

@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from dsv4.probes.measure.fidelity.plots import needle_maps
-from dsv4.probes.measure.recall.plots import canvas, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.base.plots import canvas, legend, logarithmic, needle_maps, share_axis, svg
 from dsv4.probes.measure.termination import plots as terminating
 
 

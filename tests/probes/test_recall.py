@@ -10,12 +10,14 @@ import torch
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.probes.catalogue.index_oracle import IndexOracle, indexed
 from dsv4.probes.compare import oracle_of
+from dsv4.probes.measure.base.mass import mask
+from dsv4.probes.measure.base.models import reach
+from dsv4.probes.measure.base.text import read_text, rows_of
 from dsv4.probes.measure.recall import measure, needles
-from dsv4.probes.measure.recall.figures import mask, row, tally
+from dsv4.probes.measure.recall.figures import row, tally
 from dsv4.probes.measure.recall.observe import Oracles, Seen, observe_model
 from dsv4.probes.measure.recall.oracle import GrowingOracle
 from dsv4.probes.measure.recall.settings import Settings
-from dsv4.probes.measure.recall.text import read_text, rows_of
 from dsv4.probes.result import Status
 from dsv4.probes.subjects.dump import DumpSubject, write_dump
 from dsv4.probes.subjects.ours import OurSubject
@@ -230,7 +232,7 @@ def test_needles_and_their_control(demo, monkeypatch):
         for name, hits in (("prose", 5), ("looped filler", 5), ("prose, window only", 0))
         for context in (120, 200)
     ]
-    assert all(d["depth"] * r["context"] + needles.reach(model) < r["context"] for r in rows for d in r["depths"])
+    assert all(d["depth"] * r["context"] + reach(model) < r["context"] for r in rows for d in r["depths"])
 
 
 # ---- other subjects -----------------------------------------------------------------------

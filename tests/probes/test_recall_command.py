@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4.probes.measure.recall import document, measure, plots
+from dsv4.probes.measure.base import plots
+from dsv4.probes.measure.base.text import Text, read_text, rows_of
+from dsv4.probes.measure.recall import document, measure
 from dsv4.probes.measure.recall.settings import VacuousSetting, settle
-from dsv4.probes.measure.recall.text import Text, read_text, rows_of
 from tests.checkpoints import SMALL
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
 from tests.probes.test_recall import SETTINGS, figures, path, subject, text  # noqa: F401  (fixtures)
@@ -128,24 +129,6 @@ def test_the_command_line_in_other_words(run, demo, tmp_path, monkeypatch):
     )
     code, out, err = run(*given, "--context", 100, "--vacuous")
     assert code == 0 and {r["status"] for r in json.loads(out)["rows"]} == {"VACUOUS"}
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (("--context", "5000"), "exceeds the 4096 tokens"),
-        (("--context", "a"), "a"),
-        (("--context", "192,,200"), "separated by commas"),
-        (("--k", "0"), "0"),
-        (("--text", "nowhere.txt"), "nowhere.txt"),
-        (("--subject", "files"), "expected ours or transformers"),
-        (("--dump", "nowhere"), "no dump"),
-        (("--subject", "transformers", "--numerics", "qat"), "--numerics would change nothing"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(run, demo, options, message):
-    code, out, err = run("recall", demo, "--needles", 0, *options)
-    assert code == 2 and err.splitlines()[-1].startswith("error: ") and message in err.splitlines()[-1] and not out
 
 
 def test_random_ids_without_a_tokenizer(path, text):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dsv4.probes.measure.recall import plots as recall_plots
+from dsv4.probes.measure.base import plots as base_plots
 from dsv4.probes.measure.sparse_prefill import document, markdown, plots
 from dsv4.probes.report import schema
 from tests.commands import exit_code
@@ -55,7 +55,7 @@ def report(gqa_path, prose, tmp_path_factory):
 
 def test_a_report(report):
     found, shown, folder = report
-    assert schema.problems(found, json.loads(document.SCHEMA.read_text())) == [] and str(folder) not in json.dumps(
+    assert schema.problems(found, json.loads(document.KIND.schema.read_text())) == [] and str(folder) not in json.dumps(
         found
     )
     rows = {(r["chunk"], r["heavy"], r["context"], r["text"]): r for r in found["rows"]}
@@ -119,7 +119,7 @@ def test_plots_are_the_same_every_time(report):
 
 
 def test_without_matplotlib_it_says_so(run, gqa_path, prose, tmp_path, monkeypatch):
-    monkeypatch.setattr(recall_plots, "available", lambda: False)
+    monkeypatch.setattr(base_plots, "available", lambda: False)
     code, out, err = run(
         "sparse-prefill",
         gqa_path,
@@ -142,29 +142,3 @@ def test_without_matplotlib_it_says_so(run, gqa_path, prose, tmp_path, monkeypat
     assert "met" in out and "chunks of 64" in out
     shown = (tmp_path / "sparse_prefill_gqa.md").read_text()
     assert "matplotlib is not installed" in shown and "turned off (--needles 0)" in shown and "## Needles" not in shown
-
-
-@pytest.mark.parametrize(
-    "options,message",
-    [
-        (("--cuts", "64,8"), "expected CHUNK,LOCAL,HEAVY"),
-        (("--context", "100"), "more than a chunk and the tail"),
-        (("--rows", "0"), "--rows 0"),
-        (("--asked-context", "500", "--context", "300"), "fewer --needles"),
-        (("--text", "nowhere.txt"), "cannot read the text"),
-    ],
-    ids=lambda v: " ".join(v) if isinstance(v, tuple) else "",
-)
-def test_what_is_refused(run, gqa_path, prose, tmp_path, options, message):
-    given = {"--context": "300", "--cuts": "64,8,24", "--tail": "40", "--text": prose} | dict(
-        zip(options[::2], options[1::2])
-    )
-    code, out, err = run(
-        "sparse-prefill", gqa_path, *(x for pair in given.items() for x in pair), "--out", tmp_path / "out"
-    )
-    assert code == 2 and message in err and "Traceback" not in err and not (tmp_path / "out").exists() and not out
-
-
-def test_a_deepseek_v4_checkpoint_is_refused(run, demo):
-    code, _, err = run("sparse-prefill", demo)
-    assert code == 2 and "sparse prefill is of GQA models" in err

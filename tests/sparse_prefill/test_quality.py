@@ -10,9 +10,9 @@ from dsv4.engine.generate import generate
 from dsv4.errors import InputError
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.gqa.choice import Attention
-from dsv4.probes.measure.fidelity.measures import Positions
-from dsv4.probes.measure.recall.needles import Limits
-from dsv4.probes.measure.recall.text import read_text
+from dsv4.probes.measure.base.logits import Positions
+from dsv4.probes.measure.base.needles import Limits
+from dsv4.probes.measure.base.text import read_text
 from dsv4.probes.measure.sparse_prefill import batch, document, mass, memory_use, needles, quality
 from dsv4.probes.measure.sparse_prefill.reading import WrongCount, check_updates, read
 from dsv4.probes.measure.sparse_prefill.settings import extremes, parse_cuts, settle

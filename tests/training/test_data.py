@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from dsv4.probes.measure.recall.haystack import FILLER, TEMPLATES, any_value, filler, needle_trial
+from dsv4.probes.measure.base.haystack import FILLER, TEMPLATES, any_value, filler, needle_trial
 from scripts.training.corpus import MAX_FILE, Source, collect, documents, is_held_out, mostly_data, without_header
 from scripts.training.facts import ANIMALS, CAPITALS, ELEMENTS, FACTS, Fact, all_sentences, sentences
 from scripts.training.rows import SPAN_WEIGHT, VALUE_WEIGHT, Encoder, Mixture, Rows, load_tokenizer

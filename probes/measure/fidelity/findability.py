@@ -20,10 +20,10 @@ from dsv4.kernels.block_choice.reference import distant_blocks
 from dsv4.kernels.block_summaries import summarise_blocks
 from dsv4.kernels.indexer.reference import topk_entries
 from dsv4.model.causal import CausalLM
-from dsv4.probes.measure.fidelity.attending import attending
-from dsv4.probes.measure.fidelity.variants import Variant, is_gqa
-from dsv4.probes.measure.recall.figures import mask
-from dsv4.probes.measure.recall.mass import QUERY_BLOCK, row_mass, watched
+from dsv4.probes.measure.base.attending import attending
+from dsv4.probes.measure.base.mass import QUERY_BLOCK, mask, row_mass, watched
+from dsv4.probes.measure.base.models import is_gqa
+from dsv4.probes.measure.base.variants import Variant
 
 TOP = 8  # most attended choices of a query, of which findability is the share that is kept
 NAMES = ("queries", "mass", "mass_kept", "mass_best", "wanted", "found", "chance")

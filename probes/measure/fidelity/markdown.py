@@ -1,11 +1,10 @@
 """The measurement for people: what was found in a few lines, then every figure, then where it comes from."""
 
-from urllib.parse import quote
-
-from dsv4.probes.measure.fidelity.measures import CONFIDENT
-from dsv4.probes.measure.recall.markdown import percent
-from dsv4.probes.report import words
-from dsv4.probes.report.markdown import escape, fence, table
+from dsv4.probes.measure.base.logits import CONFIDENT
+from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
+from dsv4.probes.measure.base.plots import grouped
+from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, LAYER, Table, percent, table_of
+from dsv4.probes.report.markdown import escape
 
 REMARKS = f"""Everything is held against the exact run of the same weights in the same numerics. Agreement: both \
 would choose the same
@@ -26,28 +25,21 @@ findability alike."""
 def render(document: dict, plots: dict[str, str]) -> str:
     """plots: title → file name beside the report."""
     parts = [
-        f"# {escape(document['title'])}",
         _reading(document),
         document["prefill"],
-        " ".join(REMARKS.split()),
-        *(f"![{escape(title)}]({quote(file)})" for title, file in plots.items()),
-        "## Variants",
-        _variants(document["variants"]),
-        "## By context and variant",
-        table(*comparison(document)),
+        paragraph(REMARKS),
+        *pictures(plots),
+        *section("Variants", _variants(document["variants"])),
+        *section("By context and variant", comparison(document)),
     ]
-    continued = table(*continuations(document))
     if any(r["continuations"] for r in document["rows"]):
-        parts += ["## Greedy continuations", continued]
+        parts += section("Greedy continuations", continuations(document))
     if document["findability"]:
-        kept = " ".join(KEPT.split()).format(top=document["findability"][0]["top"])
-        parts += ["## What the selector keeps of the dense attention", kept, table(*findability(document))]
+        kept = paragraph(KEPT).format(top=document["findability"][0]["top"])
+        parts += section("What the selector keeps of the dense attention", findability(document), kept)
     if document["needles"]:
-        parts += ["## Needles", _about(document["needles"]), table(*needles(document))]
-    if document["notes"]:
-        parts += ["## Notes", "\n".join(f"- {escape(note)}" for note in document["notes"])]
-    parts += ["## Provenance", fence(document["provenance"]["command"]), _provenance(document)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        parts += section("Needles", needles(document), _about(document["needles"]))
+    return page(document, parts)
 
 
 def _reading(document: dict) -> str:
@@ -68,19 +60,20 @@ def _reading(document: dict) -> str:
             f"**{percent(r['agreement_confident'])}** (chance {percent(r['agreement_chance'])}); KL {r['kl']:.4g} "
             f"nats; perplexity {r['perplexity']:.4g} against {r['perplexity_exact']:.4g}{said}.{vacuous}"
         )
-    found: dict[tuple, list[str]] = {}
-    for r in (document["needles"] or {"rows": []})["rows"]:
-        found.setdefault((r["context"], r["haystack"], r["trials"]), []).append(
-            f"{escape(r['variant'])}: {r['hits']} ({percent(r['at_least'])} … {percent(r['at_most'])})"
-        )
-    for (context, haystack, trials), each in found.items():
+    asked = (document["needles"] or {"rows": []})["rows"]
+    for (context, haystack, trials), group in grouped(
+        asked, lambda r: (r["context"], r["haystack"], r["trials"])
+    ).items():
+        each = [
+            f"{escape(r['variant'])}: {r['hits']} ({percent(r['at_least'])} … {percent(r['at_most'])})" for r in group
+        ]
         lines.append(
             f"- {context:,} tokens, needles in {escape(haystack)}, of {trials} found (bounds): {'; '.join(each)}."
         )
     return "\n".join(lines)
 
 
-def _variants(variants: list[dict]) -> str:
+def _variants(variants: list[dict]) -> Table:
     kind = lambda v: (
         "exact" if v["exact"] else "control" if v["control"] else "the checkpoint's own" if v["own"] else ""
     )
@@ -93,138 +86,69 @@ def _variants(variants: list[dict]) -> str:
             f"{v['policy']['selector']} of " if v["policy"]["selector"] else "", **v["policy"]
         )
     )
-    return table(
-        ["variant", "", ">tokens read at most", "what"],
-        [[escape(v["name"]), kind(v), budget(v["budget"]), escape(what(v))] for v in variants],
+    return table_of(
+        variants,
+        ("variant", "name"),
+        ("", kind),
+        (">tokens read at most", "budget", lambda tokens: "all" if tokens is None else f"{tokens:,}"),
+        ("what", what),
     )
 
 
-def budget(tokens: int | None) -> str:
-    return "all" if tokens is None else f"{tokens:,}"
+# ---- tables, which the terminal shows too ---------------------------------------------------------
 
 
-# ---- tables: (columns, rows of cells), which the terminal shows too -------------------------------
-
-
-def comparison(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        ">context",
+def comparison(document: dict) -> Table:
+    return table_of(
+        document["rows"],
+        CONTEXT,
         "variant",
         "status",
-        ">positions",
-        ">agreement",
-        ">its chance",
-        ">confident",
-        ">agreement there",
-        ">KL (nats)",
-        ">KL, 99th percentile",
-        ">perplexity",
-        ">exact run's",
-    ]
-    return columns, [
-        [
-            f"{r['context']:,}",
-            escape(r["variant"]),
-            r["status"],
-            f"{r['positions']:,}",
-            percent(r["agreement"]),
-            percent(r["agreement_chance"]),
-            f"{r['confident']:,}",
-            percent(r["agreement_confident"]),
-            f"{r['kl']:.4g}",
-            f"{r['kl_p99']:.4g}",
-            f"{r['perplexity']:.5g}",
-            f"{r['perplexity_exact']:.5g}",
-        ]
-        for r in document["rows"]
-    ]
+        (">positions", "positions", ","),
+        (">agreement", "agreement", percent),
+        (">its chance", "agreement_chance", percent),
+        (">confident", "confident", ","),
+        (">agreement there", "agreement_confident", percent),
+        (">KL (nats)", "kl", ".4g"),
+        (">KL, 99th percentile", "kl_p99", ".4g"),
+        (">perplexity", "perplexity", ".5g"),
+        (">exact run's", "perplexity_exact", ".5g"),
+    )
 
 
-def continuations(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        ">context",
+def continuations(document: dict) -> Table:
+    return table_of(
+        [r | r["continuations"] for r in document["rows"] if r["continuations"]],
+        CONTEXT,
         "variant",
-        ">prompts",
-        ">new tokens",
-        ">mean exact prefix",
-        ">median",
-        ">without any difference",
-        "all, ascending",
-    ]
-    cells = []
-    for r in document["rows"]:
-        if c := r["continuations"]:
-            cells.append(
-                [
-                    f"{r['context']:,}",
-                    escape(r["variant"]),
-                    str(c["prompts"]),
-                    str(c["new_tokens"]),
-                    f"{c['prefix_mean']:.1f}",
-                    f"{c['prefix_median']:g}",
-                    percent(c["prefix_full"]),
-                    " ".join(map(str, c["prefixes"])),
-                ]
-            )
-    return columns, cells
+        (">prompts", "prompts"),
+        (">new tokens", "new_tokens"),
+        (">mean exact prefix", "prefix_mean", ".1f"),
+        (">median", "prefix_median", "g"),
+        (">without any difference", "prefix_full", percent),
+        ("all, ascending", "prefixes", lambda lengths: " ".join(map(str, lengths))),
+    )
 
 
-def findability(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        ">context",
+def findability(document: dict) -> Table:
+    return table_of(
+        document["findability"],
+        CONTEXT,
         "variant",
-        "layer",
+        LAYER,
         "status",
-        ">queries",
-        ">chance",
-        ">mass kept",
-        ">best",
-        ">findability",
-        ">attention that is on the choices",
-    ]
-    return columns, [
-        [
-            f"{r['context']:,}",
-            escape(r["variant"]),
-            "all" if r["layer"] is None else str(r["layer"]),
-            r["status"],
-            f"{r['queries']:,}",
-            percent(r["chance"]),
-            percent(r["mass_kept"]),
-            percent(r["mass_best"]),
-            percent(r["findability"]),
-            percent(r["attention_on_choices"]),
-        ]
-        for r in document["findability"]
-    ]
+        (">queries", "queries", ","),
+        (">chance", "chance", percent),
+        (">mass kept", "mass_kept", percent),
+        (">best", "mass_best", percent),
+        (">findability", "findability", percent),
+        (">attention that is on the choices", "attention_on_choices", percent),
+    )
 
 
-def needles(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "haystack",
-        ">context",
-        "variant",
-        "status",
-        ">found",
-        ">share",
-        ">at least (97.5 %)",
-        ">at most (97.5 %)",
-        ">chance",
-    ]
-    return columns, [
-        [
-            escape(r["haystack"]),
-            f"{r['context']:,}",
-            escape(r["variant"]),
-            r["status"],
-            f"{r['hits']} of {r['trials']}",
-            percent(r["share"]),
-            percent(r["at_least"]),
-            percent(r["at_most"]),
-            f"{r['chance']:.1e}",
-        ]
-        for r in document["needles"]["rows"]
-    ]
+def needles(document: dict) -> Table:
+    status = "status", "status", str
+    return table_of(document["needles"]["rows"], "haystack", CONTEXT, "variant", status, *BOUNDED, CHANCE)
 
 
 def _about(needles: dict) -> str:
@@ -232,8 +156,3 @@ def _about(needles: dict) -> str:
         f"Format: {needles['format']}. At least {needles['beyond']:,} tokens lie between needle and question. Bounds "
         "are one-sided 97.5 % each (Clopper-Pearson). Chance: the best constant guess."
     )
-
-
-def _provenance(document: dict) -> str:
-    rows = words.flat({"text": document["text"], "settings": document["settings"]} | document["provenance"])
-    return table(["", ""], [[escape(key), escape(value)] for key, value in rows if key != "command"])

@@ -1,20 +1,15 @@
 """The measurement as tables on a terminal."""
 
-import re
-
 from rich.console import Console
-from rich.table import Table
 
+from dsv4.probes.measure.base.tables import show_end, show_table, show_text
 from dsv4.probes.measure.fidelity import markdown
 
 
 def show(document: dict, console: Console) -> None:
     """Variants by context, continuations, all layers' findability, needles, notes."""
     console.print(document["title"])
-    console.print(
-        f"text: {document['text']['name']}, {document['text']['tokens']:,} tokens, sha256 "
-        f"{document['text']['sha256'] or '–'}"
-    )
+    show_text(console, document["text"])
     console.print(document["prefill"])
     show_table(console, "agreement, KL, perplexity", *markdown.comparison(document))
     columns, cells = markdown.continuations(document)
@@ -27,17 +22,4 @@ def show(document: dict, console: Console) -> None:
         )
     if document["needles"]:
         show_table(console, "needles", *markdown.needles(document))
-    for note in document["notes"]:
-        console.print(f"note: {note}")
-    console.print(f"{document['seconds']:.0f} s")
-
-
-def show_table(console: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:
-    table = Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(
-            column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=len(rows) > 0
-        )
-    for row in rows:
-        table.add_row(*(re.sub(r"\\(.)", r"\1", cell) for cell in row))  # cells are escaped for markdown
-    console.print(table)
+    show_end(console, document)

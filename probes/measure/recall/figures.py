@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4.probes.measure.base.mass import mask
 from dsv4.probes.measure.recall.observe import Seen
 from dsv4.probes.oracle import kinds
-from dsv4.probes.oracle.attention import chosen, select
+from dsv4.probes.oracle.attention import select
 
 BINS = 32  # of distance: the window, then by powers of two
 BY_DISTANCE = ("entries", "wanted", "found", "mass", "mass_kept")
@@ -58,12 +59,6 @@ def tally(seen: Seen, k: int, topk: int, margin: float, window: int) -> Tally:
     sums |= {"again": (picked[1:] & picked[:-1]).sum().item(), "pairs": size[1:].sum().item()}
     sums["nan"] = (torch.isnan(seen.scores).any(-1) | torch.isnan(seen.mass).any(-1)).sum().item()
     return Tally(sums, _distances(seen.positions, picked, best, mass, window))
-
-
-def mask(selection: torch.Tensor, n: int) -> torch.Tensor:
-    """int64 [Q, k] → bool [Q, n]; what is no entry counts as no pick."""
-    selection = torch.where((selection < 0) | (selection >= n), -1, selection)
-    return chosen(selection.unsqueeze(0), n)[0]
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """The measurement for people: what was found in a few lines, then every figure, then where it comes from."""
 
-from urllib.parse import quote
-
-from dsv4.probes.report import words
-from dsv4.probes.report.markdown import escape, fence, table
+from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
+from dsv4.probes.measure.base.plots import grouped
+from dsv4.probes.measure.base.tables import CONTEXT, FOUND, Table, percent, table_of
+from dsv4.probes.report.markdown import escape, table
 
 COLUMNS = (  # key, heading, how it is shown
     ("chance", "chance"),
@@ -29,25 +29,17 @@ in the score scale (1 is right) and nowhere else. Formulas: probes/measure/recal
 def render(document: dict, plots: dict[str, str]) -> str:
     """plots: title → file name beside the report."""
     parts = [
-        f"# {escape(document['title'])}",
         _reading(document),
         _gate(document["gate"]),
         "## By layer and context",
-        " ".join(REMARKS.split()),
-        *(f"![{escape(title)}]({quote(file)})" for title, file in plots.items()),
+        paragraph(REMARKS),
+        *pictures(plots),
+        *_figures(document),
+        *section("By distance, all CSA layers", _distances(document)),
     ]
-    parts += _figures(document)
-    parts += ["## By distance, all CSA layers", _distances(document)]
     if document["needles"]:
-        parts += ["## Needles", _needles(document["needles"])]
-    if document["notes"]:
-        parts += ["## Notes", "\n".join(f"- {escape(note)}" for note in document["notes"])]
-    parts += ["## Provenance", fence(document["provenance"]["command"]), _provenance(document)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.2f} %"
+        parts += section("Needles", needles(document["needles"]), _about(document["needles"]))
+    return page(document, parts)
 
 
 def layer(row: dict) -> str:
@@ -97,66 +89,41 @@ def _gate(gate: dict) -> str:
 
 def _figures(document: dict) -> list[str]:
     """A table a context and k."""
-    parts, groups = [], {}
-    for r in document["rows"]:
-        groups.setdefault((r["context"], r["k"]), []).append(r)
-    for (context, k), rows in groups.items():
+    parts = []
+    for (context, k), rows in grouped(document["rows"], lambda r: (r["context"], r["k"])).items():
         first = rows[0]
         what_if = "; what-if: the best k of the model's own scores" if first["what_if"] else ""
         parts.append(
             f"**{context:,} tokens, n_comp {first['n_comp']:,}, k = {k}**, {status(first['status'])}, "
             f"{first['queries']:,} queries a layer in {first['texts']} rows of text{what_if}"
         )
-        cells = [[layer(r), *(percent(r[key]) for key, _ in COLUMNS), _scale(r)] for r in rows]
-        parts.append(table(["layer", *(f">{heading}" for _, heading in COLUMNS), ">score scale"], cells))
+        shares = [(f">{heading}", key, percent) for key, heading in COLUMNS]
+        parts.append(table(*table_of(rows, ("layer", layer), *shares, (">score scale", "score_scale", ".4g"))))
     return parts
 
 
-def _scale(row: dict) -> str:
-    return "–" if row["score_scale"] is None else f"{row['score_scale']:.4g}"
-
-
-def _distances(document: dict) -> str:
-    cells = []
-    for r in document["rows"]:
-        for d in r["by_distance"] if r["layer"] is None else ():
-            shares = (percent(d[key]) for key in ("recall_fp32", "attention_mass_share", "attention_mass_kept"))
-            cells.append([f"{r['context']:,}", str(r["k"]), f"{d['from']:,}–{d['to']:,}", f"{d['wanted']:,}", *shares])
-    return table(
-        [
-            ">context",
-            ">k",
-            ">distance (tokens)",
-            ">picks of the oracle",
-            ">recall of them",
-            ">share of the attention mass",
-            ">kept of it",
-        ],
-        cells,
+def _distances(document: dict) -> Table:
+    bins = [r | d for r in document["rows"] if r["layer"] is None for d in r["by_distance"]]
+    return table_of(
+        bins,
+        CONTEXT,
+        (">k", "k"),
+        (">distance (tokens)", lambda d: f"{d['from']:,}–{d['to']:,}"),
+        (">picks of the oracle", "wanted", ","),
+        (">recall of them", "recall_fp32", percent),
+        (">share of the attention mass", "attention_mass_share", percent),
+        (">kept of it", "attention_mass_kept", percent),
     )
 
 
-def _needles(needles: dict) -> str:
-    rows = [
-        [
-            escape(r["haystack"]),
-            f"{r['context']:,}",
-            f"{r['hits']} of {r['trials']}",
-            percent(r["share"]),
-            percent(r["at_least"]),
-        ]
-        for r in needles["rows"]
-    ]
-    about = (
-        f"Format: {needles['format']}. At least {needles['beyond']:,} tokens lie between needle and question: "
-        "sliding "
-        'windows alone reach no further, and "window only", with the compressed branches cut off, '
-        "is the control. "
+def needles(found: dict, context: str = "tokens") -> Table:
+    """context: heading of the contexts."""
+    return table_of(found["rows"], "haystack", (f">{context}", "context", ","), *FOUND)
+
+
+def _about(needles: dict) -> str:
+    return escape(
+        f"Format: {needles['format']}. At least {needles['beyond']:,} tokens lie between needle and question: sliding "
+        'windows alone reach no further, and "window only", with the compressed branches cut off, is the control. '
         f"Chance: {needles['chance']}."
     )
-    return escape(about) + "\n\n" + table(["haystack", ">tokens", ">found", ">share", ">at least (97.5 %)"], rows)
-
-
-def _provenance(document: dict) -> str:
-    rows = words.flat({"text": document["text"], "settings": document["settings"]} | document["provenance"])
-    return table(["", ""], [[escape(key), escape(value)] for key, value in rows if key != "command"])

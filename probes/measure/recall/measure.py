@@ -1,26 +1,23 @@
 """Measures a subject: its indexer on text, and needles."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from dsv4.probes.bounds import lower_bound
 from dsv4.probes.catalogue.index_oracle import TIES
+from dsv4.probes.measure.base.haystack import CHANCE, FORMAT
+from dsv4.probes.measure.base.models import Advance, Say, csa_layers, reach
+from dsv4.probes.measure.base.needles import Limits, best_bound, fitting, why_none
+from dsv4.probes.measure.base.settings import QUESTION
+from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.recall import needles
 from dsv4.probes.measure.recall.figures import Tally, row, tally
-from dsv4.probes.measure.recall.haystack import CHANCE, FORMAT
-from dsv4.probes.measure.recall.needles import Limits
-from dsv4.probes.measure.recall.observe import Oracles, Seen, csa_layers, observe_capture, observe_model
+from dsv4.probes.measure.recall.observe import Oracles, Seen, observe_capture, observe_model
 from dsv4.probes.measure.recall.settings import LEAST, Settings
-from dsv4.probes.measure.recall.text import Text, rows_of
 from dsv4.probes.oracle import kinds
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subject import Subject
 
 GATE_K, GATE_ENTRIES, GATE = 512, 1024, 0.99
 GATE_NAME = f"classic gate: recall@{GATE_K} against the fp32 oracle, n_comp ≥ {GATE_ENTRIES}"
-QUESTION = 64  # tokens that a needle, its question and its answer take at most
-Say = Callable[[str], None]
-Advance = Callable[[int], None]
 
 
 def indexer(subject: Subject, settings: Settings, text: Text | None, say: Say, advance: Advance) -> list[dict]:
@@ -132,29 +129,16 @@ def _instead(rows: list[dict]) -> str:
 
 def needles_of(subject: Subject, settings: Settings, text: Text | None, say: Say) -> tuple[dict | None, list[str]]:
     """(the needles' part of the document, notes on what was left out)."""
-    why = None
-    if not settings.needles:
-        why = "needles were turned off (--needles 0)"
-    elif not ours(subject):
+    if not settings.needles or ours(subject):
+        why = why_none(settings, text)
+    else:
         why = "needles are asked of this project's model only"
-    elif text.tokenizer is None:
-        why = "no needles without a tokenizer: they are sentences"
     if why:
         return None, [why]
-    model, beyond = subject.model, needles.reach(subject.model)
-    most = subject.config.max_position_embeddings - QUESTION
-    fits = [n for n in settings.contexts if beyond + QUESTION < n <= most and n <= len(text.ids)]
-    asked = f"from {beyond + QUESTION + 1:,} (windows alone reach {beyond:,}) to {min(most, len(text.ids)):,} tokens"
-    notes = [
-        f"no needles at {n:,} tokens: they are asked in contexts {asked}" for n in settings.contexts if n not in fits
-    ]
-    if settings.needles < 100:
-        best = lower_bound(settings.needles, settings.needles)
-        notes.append(
-            f"{settings.needles} needles a length bound the rate below by {best:.1%} at best; --needles 100 by 96.4 %"
-        )
-    backend = text.tokenizer.backend
-    rows = needles.found(
-        model, backend, text.ids, fits, settings.needles, Limits.of(str(model.device)), say, settings.seed
-    )
-    return {"format": FORMAT, "chance": CHANCE, "beyond": beyond, "trials": settings.needles, "rows": rows}, notes
+    model, limits, backend = subject.model, Limits.of(str(subject.model.device)), text.tokenizer.backend
+    most = min(subject.config.max_position_embeddings - QUESTION, len(text.ids))
+    fits, notes = fitting(model, settings.contexts, most)
+    notes += [best_bound(settings.needles, "a length")] if settings.needles < 100 else []
+    rows = needles.found(model, backend, text.ids, fits, settings.needles, limits, say, settings.seed)
+    about = {"format": FORMAT, "chance": CHANCE, "beyond": reach(model), "trials": settings.needles}
+    return about | {"rows": rows}, notes

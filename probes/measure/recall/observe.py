@@ -13,7 +13,8 @@ import torch
 from dsv4.errors import CapacityError, InputError
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.compare import oracle_of
-from dsv4.probes.measure.recall.mass import by_blocks, row_mass, watched
+from dsv4.probes.measure.base.mass import by_blocks, row_mass, watched
+from dsv4.probes.measure.base.models import csa_layers
 from dsv4.probes.measure.recall.oracle import GrowingOracle
 from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.attention import Layer
@@ -46,10 +47,6 @@ class Seen:
 
 See = Callable[[Seen], None]
 Progress = Callable[[int], None]
-
-
-def csa_layers(config) -> list[int]:
-    return [i for i in range(config.num_hidden_layers) if config.compress_ratios[i] == kinds.CSA]
 
 
 class Oracles:

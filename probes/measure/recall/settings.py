@@ -1,9 +1,11 @@
 """What is measured where, and the refusal to measure what proves nothing."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dsv4.errors import InputError
-from dsv4.probes.measure.recall.observe import csa_layers
+from dsv4.probes.measure.base import settings as base
+from dsv4.probes.measure.base.models import csa_layers
 from dsv4.probes.oracle import kinds
 
 LEAST = 8  # entries a pick, below which chance alone scores more than 1/8 (known_bugs 0.2)
@@ -13,17 +15,15 @@ class VacuousSetting(InputError):
     """So few entries that a random selection would look good."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """contexts: tokens, ascending; ks: picks, of which those beside the model's own are what-ifs; queries: the last
-    ones of each context, in each of `rows` rows of text; needles: trials by haystack and length."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(base.Settings):
+    """ks: picks, of which those beside the model's own are what-ifs; queries: the last ones of each context, in each of
+    `rows` rows of text; needles: trials by haystack and length. The document shows two keys of the config too."""
 
-    contexts: tuple[int, ...]
     ks: tuple[int, ...]
     queries: int
-    rows: int
-    needles: int
-    seed: int
+    SHOWN: ClassVar = ("contexts", "k", "index_topk", "sliding_window", "queries", "rows", "needles", "seed")
+    FIELDS: ClassVar = {"k": "ks"}
 
     def is_vacuous(self, context: int, k: int) -> bool:
         return context // kinds.CSA < LEAST * k
@@ -49,11 +49,9 @@ def settle(
     longest = min(longest or config.max_position_embeddings, config.max_position_embeddings)
     ks = sorted(set(ks or [config.index_topk]))
     least = kinds.CSA * LEAST * ks[-1]
-    contexts = sorted(set(contexts or [n for n in (least, 2 * least) if n <= longest] or [longest]))
-    if ks[0] < 1 or rows < 1 or queries < 2 or needles < 0:
-        raise InputError(
-            f"--k {ks[0]}, --rows {rows}, --queries {queries}, --needles {needles}: expected at least 1, 1, 2, 0"
-        )
+    contexts = base.ascending(contexts, (least, 2 * least), longest)
+    given = dict(rows=rows, queries=queries, needles=needles)
+    base.check_least(given | {"k": ks[0]}, k=1, rows=1, queries=2, needles=0)
     if contexts[-1] > longest:
         raise InputError(
             f"--context {contexts[-1]} exceeds the {longest} tokens that the checkpoint takes (or the dump "
@@ -62,9 +60,9 @@ def settle(
     queries = min([queries, contexts[0] // 2, *(b - a for a, b in zip(contexts, contexts[1:]))])
     if queries < 2:
         raise InputError(
-            f"the contexts {contexts} leave {queries} queries of its own to one of them; expected at least 2"
+            f"the contexts {list(contexts)} leave {queries} queries of its own to one of them; expected at least 2"
         )
-    settings = Settings(tuple(contexts), tuple(ks), queries, rows, needles, seed)
+    settings = Settings(contexts=contexts, ks=tuple(ks), seed=seed, **given | {"queries": queries})
     for context in contexts if not vacuous else ():
         for k in ks:
             if settings.is_vacuous(context, k):

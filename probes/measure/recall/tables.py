@@ -1,9 +1,10 @@
 """The measurement as tables on a terminal."""
 
 from rich.console import Console
-from rich.table import Table
 
-from dsv4.probes.measure.recall.markdown import layer, percent
+from dsv4.probes.measure.base.plots import grouped
+from dsv4.probes.measure.base.tables import percent, show_end, show_table, show_text, table_of
+from dsv4.probes.measure.recall.markdown import layer, needles
 
 COLUMNS = (
     ("chance", "chance"),
@@ -24,56 +25,27 @@ the scores,
 
 def show(document: dict, console: Console) -> None:
     """Settings, a table of layers for each context and k, the gate, needles, notes."""
-    text, groups = document["text"], {}
     console.print(document["title"])
-    console.print(f"text: {text['name']}, {text['tokens']:,} tokens, sha256 {text['sha256'] or '–'}")
-    for r in document["rows"]:
-        groups.setdefault((r["context"], r["k"]), []).append(r)
-    for (context, k), rows in groups.items():
+    show_text(console, document["text"])
+    share = lambda value: percent(value).removesuffix(" %")
+    shares = [(f">{name}", key, share) for key, name in COLUMNS]
+    for (context, k), rows in grouped(document["rows"], lambda r: (r["context"], r["k"])).items():
         first = rows[0]
-        table = _table(
-            f"\n{first['status']}  {context:,} tokens, n_comp {first['n_comp']:,}, k = {k}"
-            f"{' (what-if)' if first['what_if'] else ''}, {first['queries']:,} queries a layer",
-            "layer",
-            *(f">{name}" for _, name in COLUMNS),
-            ">scale",
+        title = (
+            f"{first['status']}  {context:,} tokens, n_comp {first['n_comp']:,}, k = {k}"
+            f"{' (what-if)' if first['what_if'] else ''}, {first['queries']:,} queries a layer"
         )
-        for r in rows:
-            scale = "–" if r["score_scale"] is None else f"{r['score_scale']:.3f}"
-            table.add_row(layer(r), *(percent(r[key]).removesuffix(" %") for key, _ in COLUMNS), scale)
-        console.print(table)
+        cells = table_of(rows, ("layer", layer), *shares, (">scale", "score_scale", ".3f"))
+        show_table(console, title, *cells)
     console.print(" ".join(HEADINGS.split()))
     gate = document["gate"]
     required = f"required ≥ {percent(gate['threshold'])}, chance {percent(gate['chance'])}"
     console.print(
         f"\n{gate['status']}  {gate['name']}: {percent(gate.get('measured'))}, {required}; {gate.get('note', '')}"
     )
-    if document["needles"]:
-        _needles(document["needles"], console)
-    for note in document["notes"]:
-        console.print(f"note: {note}")
-    console.print(f"{document['seconds']:.0f} s")
-
-
-def _needles(needles: dict, console: Console) -> None:
-    table = _table("\nneedles", "haystack", ">context", ">found", ">share", ">at least (97.5 %)")
-    for r in needles["rows"]:
-        table.add_row(
-            r["haystack"],
-            f"{r['context']:,}",
-            f"{r['hits']} of {r['trials']}",
-            percent(r["share"]),
-            percent(r["at_least"]),
+    if found := document["needles"]:
+        show_table(console, "needles", *needles(found, "context"))
+        console.print(
+            f"further back than {found['beyond']:,} tokens, as far as windows alone reach; chance {found['chance']}"
         )
-    console.print(table)
-    console.print(
-        f"further back than {needles['beyond']:,} tokens, as far as windows alone reach; chance {needles['chance']}"
-    )
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=True)
-    return table
+    show_end(console, document)

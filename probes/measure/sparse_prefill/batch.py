@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
-from dsv4.probes.measure.recall.text import Text
+from dsv4.probes.measure.base.text import Text
 from dsv4.probes.measure.sparse_prefill.reading import read
 
 TOLERANCE = 1e-3  # of logits, in fp32: sums over rows of other shapes round differently

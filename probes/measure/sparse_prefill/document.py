@@ -3,29 +3,23 @@
 import json
 import math
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
-from dsv4.probes.measure.fidelity.document import ModelSubject
-from dsv4.probes.measure.fidelity.measures import Positions
-from dsv4.probes.measure.recall.haystack import FORMAT, filler
-from dsv4.probes.measure.recall.needles import Limits, reach
-from dsv4.probes.measure.recall.text import Text, rows_of
+from dsv4.probes.measure.base.document import Kind
+from dsv4.probes.measure.base.haystack import FORMAT, filler
+from dsv4.probes.measure.base.logits import Positions
+from dsv4.probes.measure.base.models import ModelSubject, Say, reach
+from dsv4.probes.measure.base.needles import Limits
+from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.sparse_prefill import batch, mass, measures, memory_use, needles, quality
 from dsv4.probes.measure.sparse_prefill.reading import Reading, read
 from dsv4.probes.measure.sparse_prefill.settings import Settings, name, way
-from dsv4.probes.report import schema
-from dsv4.probes.report.json_report import strict
-from dsv4.probes.report.provenance import provenance
 
-VERSION = "1"
-SCHEMA = Path(__file__).resolve().parents[2] / "schema" / f"sparse_prefill-{VERSION}.json"
+KIND = Kind("sparse_prefill", "Chunked sparse prefill of", "needles")
 ROOM = 64  # tokens of a question and its answer
 WIDTHS = 128  # columns of a map of what is kept
-Say = Callable[[str], None]
 
 
 class Found:
@@ -56,28 +50,18 @@ def measured(
     asked = ask(model, settings, texts[0], hidden, say) if hidden else None
     say("a batch of rows beside each row alone")
     alone = batch.compared(model, settings.cuts[0], texts[0], settings.seed)
-    about = provenance(subject, command, {"needles": settings.seed}, started)
-    memory = memory_use.rows(model, list(settings.cuts), list(settings.contexts), found.held)
-    document = {
-        "schema_version": VERSION,
-        "title": f"Chunked sparse prefill of {about['checkpoint']['name']}, {about['subject']}",
-        "provenance": about,
-        "texts": [t.about() for t in texts],
-        "settings": settings.about(),
+    figures = {
         "rows": quality_rows(found),
         "by_chunk": found.by_chunk,
         "mass": found.mass,
         "mass_by_chunk": found.mass_by_chunk,
         "stability": found.stability,
         "needles": asked,
-        "memory": memory,
+        "memory": memory_use.rows(model, list(settings.cuts), list(settings.contexts), found.held),
         "batch": alone,
         "notes": notes,
-        "seconds": round(time.time() - started, 1),
     }
-    return schema.valid(
-        strict(document), SCHEMA, f"the measurement is no valid sparse_prefill-{VERSION} document"
-    ), found.maps
+    return KIND.document(subject, settings.about(), texts, figures, command, started), found.maps
 
 
 def read_row(model, settings: Settings, text: str, ids: torch.Tensor, found: Found, say: Say, first: bool) -> None:

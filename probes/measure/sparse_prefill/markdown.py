@@ -1,12 +1,12 @@
 """The measurement for people: what was found in a few lines, then every figure, then where it comes from."""
 
 import re
-from urllib.parse import quote
 
-from dsv4.probes.measure.recall.markdown import percent
+from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
+from dsv4.probes.measure.base.plots import grouped
+from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, FOUND, Table, percent, table_of
 from dsv4.probes.measure.sparse_prefill.mass import KINDS
-from dsv4.probes.report import words
-from dsv4.probes.report.markdown import escape, fence, table
+from dsv4.probes.report.markdown import escape
 
 REMARKS = """Everything is held against dense prefill of the same weights in the same numerics, teacher-forced. \
 Positions: from the second
@@ -27,41 +27,24 @@ give most."""
 
 def render(document: dict, plots: dict[str, str]) -> str:
     """plots: title → file name beside the report."""
+    jaccard = (
+        "Jaccard index of the heavy tokens before and after an update; tokens of chunk 0 that the last memory holds, "
+        "beside as many heavy tokens picked at random."
+    )
+    decoded = "Decoded after a sparse prompt, reading the whole cache"
     parts = [
-        f"# {escape(document['title'])}",
         reading(document),
-        " ".join(REMARKS.split()),
-        *(f"![{escape(title)}]({quote(file)})" for title, file in plots.items()),
-        "## Perplexity, KL and agreement",
-        table(*perplexity(document)),
-        "## Decoded after a sparse prompt, reading the whole cache",
-        table(*perplexity(document, "tail")),
-        "## Attention mass",
-        " ".join(MASS.split()),
-        table(*mass(document)),
-        "## Heavy hitters",
-        "Jaccard index of the heavy tokens before and after an update; tokens of chunk 0 that the last memory "
-        "holds, beside as many heavy tokens picked at random.",
-        table(*stability(document)),
+        paragraph(REMARKS),
+        *pictures(plots),
+        *section("Perplexity, KL and agreement", perplexity(document)),
+        *section(decoded, perplexity(document, "tail")),
+        *section("Attention mass", mass(document), paragraph(MASS)),
+        *section("Heavy hitters", stability(document), jaccard),
     ]
     if document["needles"]:
-        parts += ["## Needles and facts", about_needles(document["needles"]), table(*needles(document))]
-    parts += [
-        "## Memory",
-        memory_remark(document),
-        table(*memory(document)),
-        "## Rows at once",
-        batch(document["batch"]),
-    ]
-    if document["notes"]:
-        parts += ["## Notes", "\n".join(f"- {escape(note)}" for note in document["notes"])]
-    rows = words.flat({"texts": document["texts"], "settings": document["settings"]} | document["provenance"])
-    parts += [
-        "## Provenance",
-        fence(document["provenance"]["command"]),
-        table(["", ""], [[escape(key), escape(value)] for key, value in rows if key != "command"]),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        parts += section("Needles and facts", needles(document), about_needles(document["needles"]))
+    parts += section("Memory", memory(document), memory_remark(document))
+    return page(document, [*parts, "## Rows at once", batch(document["batch"])])
 
 
 def cut_of(row: dict) -> str:
@@ -91,137 +74,81 @@ def reading(document: dict) -> str:
         "- The memory was chosen chunks − 1 times by every KV head of every layer, in every run (asserted).",
         f"- {batch(document['batch'])}",
     ]
-    groups: dict[tuple, list[str]] = {}
-    for r in (document["needles"] or {"rows": []})["rows"]:
-        groups.setdefault((r["kind"], r["context"], r["trials"]), []).append(f"{cut_of(r)}: {r['hits']}")
-    lines += [
-        f"- {escape(kind)}, {context:,} tokens, right of {trials}: {'; '.join(each)}."
-        for (kind, context, trials), each in groups.items()
-    ]
+    asked = (document["needles"] or {"rows": []})["rows"]
+    for (kind, context, trials), group in grouped(asked, lambda r: (r["kind"], r["context"], r["trials"])).items():
+        each = "; ".join(f"{cut_of(r)}: {r['hits']}" for r in group)
+        lines.append(f"- {escape(kind)}, {context:,} tokens, right of {trials}: {each}.")
     return "\n".join(lines)
 
 
-def perplexity(document: dict, part: str | None = None) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows of cells), of all positions or of the decoded tails."""
-    columns = [
-        ">chunk",
-        ">L",
-        ">H",
-        ">context",
-        "text",
-        ">positions",
-        ">dense",
-        ">sparse",
-        ">loss",
-        ">95 %",
-        "below 5 %",
-        ">KL (nats)",
-        ">99th percentile",
-        ">agreement",
-        ">chance",
-        ">confident",
-    ]
-    cells = []
-    for row in document["rows"]:
-        r = row if part is None else row[part]
-        interval = "–" if r["loss_low"] is None else f"{percent(r['loss_low'])} … {percent(r['loss_high'])}"
-        verdict = r["verdict"] if r["verdict"] == "met" else "**MISSED**"
-        cells.append(
-            [
-                str(row["chunk"]),
-                str(row["local"]),
-                str(row["heavy"]),
-                f"{row['context']:,}",
-                escape(row["text"] or "all"),
-                f"{r['positions']:,}",
-                f"{r['perplexity_exact']:.4g}",
-                f"{r['perplexity']:.4g}",
-                percent(r["loss"]),
-                interval,
-                verdict,
-                f"{r['kl']:.4g}",
-                f"{r['kl_p99']:.4g}",
-                percent(r["agreement"]),
-                percent(r["agreement_chance"]),
-                percent(r["agreement_confident"]),
-            ]
-        )
-    return columns, cells
+CUT = "cut", cut_of
 
 
-def mass(document: dict) -> tuple[list[str], list[list[str]]]:
+def perplexity(document: dict, part: str | None = None) -> Table:
+    """Of all positions or of the decoded tails."""
+    interval = lambda r: "–" if r["loss_low"] is None else f"{percent(r['loss_low'])} … {percent(r['loss_high'])}"
+    return table_of(
+        document["rows"] if part is None else [row | row[part] for row in document["rows"]],
+        (">chunk", "chunk"),
+        (">L", "local"),
+        (">H", "heavy"),
+        CONTEXT,
+        ("text", lambda r: r["text"] or "all"),
+        (">positions", "positions", ","),
+        (">dense", "perplexity_exact", ".4g"),
+        (">sparse", "perplexity", ".4g"),
+        (">loss", "loss", percent),
+        (">95 %", interval),
+        ("below 5 %", "verdict", lambda verdict: verdict if verdict == "met" else "**MISSED**"),
+        (">KL (nats)", "kl", ".4g"),
+        (">99th percentile", "kl_p99", ".4g"),
+        (">agreement", "agreement", percent),
+        (">chance", "agreement_chance", percent),
+        (">confident", "agreement_confident", percent),
+    )
+
+
+def mass(document: dict) -> Table:
     """By cut, text and layer; the heads are in the JSON and in the plot."""
-    columns = ["cut", "text", ">layer", *(f">{kind.replace('_', ', ')}" for kind in KINDS), ">kept, least head"]
-    return columns, [
-        [
-            cut_of(r),
-            escape(r["text"]),
-            str(r["layer"]),
-            *(percent(sum(r[kind]) / len(r[kind])) for kind in KINDS),
-            percent(min(r["kept"])),
-        ]
-        for r in document["mass"]
-    ]
-
-
-def stability(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "cut",
+    mean = lambda heads: percent(sum(heads) / len(heads))
+    return table_of(
+        document["mass"],
+        CUT,
         "text",
-        ">layer",
-        ">updates",
-        ">mean Jaccard",
-        ">last",
-        ">of chunk 0 at first",
-        ">at last, mean of heads",
-        ">most",
-        ">by chance",
-    ]
-    return columns, [
-        [
-            cut_of(r),
-            escape(r["text"]),
-            str(r["layer"]),
-            str(r["updates"]),
-            *(
-                ("–" if x is None else f"{x:.3f}")
-                for x in (r["jaccard_mean"], r["jaccard"][-1] if r["jaccard"] else None)
-            ),
-            f"{r['survivors'][0]:.0f}",
-            f"{r['survivors'][-1]:.1f}",
-            str(r["survivors_most"]),
-            f"{r['survivors_chance'][-1]:.1f}",
-        ]
-        for r in document["stability"]
-    ]
+        (">layer", "layer"),
+        *((f">{kind.replace('_', ', ')}", kind, mean) for kind in KINDS),
+        (">kept, least head", "kept", lambda heads: percent(min(heads))),
+    )
 
 
-def needles(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "what",
-        ">context",
-        "prompt read",
-        ">right",
-        ">share",
-        ">at least (97.5 %)",
-        ">at most (97.5 %)",
-        ">chance",
-        "by depth",
-    ]
-    return columns, [
-        [
-            escape(r["kind"]),
-            f"{r['context']:,}",
-            cut_of(r),
-            f"{r['hits']} of {r['trials']}",
-            percent(r["share"]),
-            percent(r["at_least"]),
-            percent(r["at_most"]),
-            f"{r['chance']:.1e}",
-            "".join("●" if d["hit"] else "○" for d in r["depths"]) or "–",
-        ]
-        for r in document["needles"]["rows"]
-    ]
+def stability(document: dict) -> Table:
+    return table_of(
+        document["stability"],
+        CUT,
+        "text",
+        (">layer", "layer"),
+        (">updates", "updates"),
+        (">mean Jaccard", "jaccard_mean", ".3f"),
+        (">last", lambda r: r["jaccard"][-1] if r["jaccard"] else None, ".3f"),
+        (">of chunk 0 at first", lambda r: r["survivors"][0], ".0f"),
+        (">at last, mean of heads", lambda r: r["survivors"][-1], ".1f"),
+        (">most", "survivors_most"),
+        (">by chance", lambda r: r["survivors_chance"][-1], ".1f"),
+    )
+
+
+def needles(document: dict) -> Table:
+    marks = lambda depths: "".join("●" if d["hit"] else "○" for d in depths) or "–"
+    return table_of(
+        document["needles"]["rows"],
+        ("what", "kind"),
+        CONTEXT,
+        ("prompt read", cut_of),
+        (">right", *FOUND[0][1:]),
+        *BOUNDED[1:],
+        CHANCE,
+        ("by depth", "depths", marks),
+    )
 
 
 def about_needles(found: dict) -> str:
@@ -251,33 +178,20 @@ def memory_remark(document: dict) -> str:
     )
 
 
-def memory(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "cut",
-        ">context",
-        ">dense call, bytes",
-        ">more, bytes",
-        ">share",
-        "below 5 %",
-        ">held by all layers",
-        ">caches",
-        ">measured",
-    ]
+def memory(document: dict) -> Table:
     peak = lambda m: "–" if m is None else f"{m['sparse']:,} / {m['dense']:,}"
-    return columns, [
-        [
-            cut_of(r),
-            f"{r['context']:,}",
-            f"{r['call_dense']:,}",
-            f"{r['call_extra']:,}",
-            percent(r["call_share"]),
-            r["verdict"],
-            f"{r['held_layers']:,}",
-            f"{r['cache']:,}",
-            peak(r["measured"]),
-        ]
-        for r in document["memory"]
-    ]
+    return table_of(
+        document["memory"],
+        CUT,
+        CONTEXT,
+        (">dense call, bytes", "call_dense", ","),
+        (">more, bytes", "call_extra", ","),
+        (">share", "call_share", percent),
+        ("below 5 %", "verdict"),
+        (">held by all layers", "held_layers", ","),
+        (">caches", "cache", ","),
+        (">measured", "measured", peak),
+    )
 
 
 def batch(found: dict) -> str:

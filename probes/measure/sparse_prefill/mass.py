@@ -14,7 +14,7 @@ import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.causal import CausalLM
-from dsv4.probes.measure.fidelity.attending import attending
+from dsv4.probes.measure.base.attending import attending
 from dsv4.probes.measure.sparse_prefill.measures import remembered
 
 ROUND = 64  # queries whose probabilities exist at once

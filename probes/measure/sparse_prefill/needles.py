@@ -14,8 +14,7 @@ from tokenizers import Tokenizer
 from dsv4.errors import InputError
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.causal import CausalLM
-from dsv4.probes.bounds import lower_bound, upper_bound
-from dsv4.probes.measure.recall.haystack import (
+from dsv4.probes.measure.base.haystack import (
     NEAR,
     TEMPLATES,
     any_name,
@@ -24,7 +23,7 @@ from dsv4.probes.measure.recall.haystack import (
     chance_of_a_guess,
     encode,
 )
-from dsv4.probes.measure.recall.needles import Asked, Limits
+from dsv4.probes.measure.base.needles import Asked, Limits, counted, depths
 from dsv4.probes.measure.sparse_prefill.reading import Reading, cut_by
 
 FACT = "\nThe capital of {0} is"
@@ -147,20 +146,14 @@ def ragged(rows: list[list[int]]) -> tuple[torch.Tensor, list[int]]:
 
 
 def row(way: dict, kind: str, context: int, questions: list[Asked], hits: list[bool]) -> dict:
-    """As JSON values. at_least, at_most: one-sided 97.5 % bounds each (Clopper-Pearson); chance: of the best constant
-    guess."""
-    count, trials = sum(hits), len(hits)
-    chance = 1 / len(FACTS) if kind == "facts" else chance_of_a_guess()
-    return way | {
-        "kind": kind,
-        "context": context,
-        "trials": trials,
-        "hits": count,
-        "share": count / trials,
-        "at_least": lower_bound(count, trials),
-        "at_most": upper_bound(count, trials),
-        "chance": chance,
-        "depths": []
-        if kind == "facts"
-        else [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(questions, hits)],
-    }
+    """As JSON values, see `counted`. chance: of the best constant guess."""
+    facts = kind == "facts"
+    return (
+        way
+        | {"kind": kind, "context": context}
+        | counted(hits)
+        | {
+            "chance": 1 / len(FACTS) if facts else chance_of_a_guess(),
+            "depths": [] if facts else depths(questions, hits),
+        }
+    )

@@ -1,10 +1,9 @@
-"""The figures as SVG documents; dsv4.probes.measure.recall.plots says whether they can be drawn."""
+"""The figures as SVG documents; dsv4.probes.measure.base.plots says whether they can be drawn."""
 
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
-from dsv4.probes.measure.fidelity.plots import needle_maps
-from dsv4.probes.measure.recall.plots import canvas, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.base.plots import canvas, legend, logarithmic, needle_maps, numbers, shaded, share_axis, svg
 from dsv4.probes.measure.sparse_prefill.markdown import cut_of
 from dsv4.probes.measure.sparse_prefill.mass import KINDS
 from dsv4.probes.measure.sparse_prefill.quality import GOAL
@@ -124,18 +123,7 @@ def by_head(rows: list[dict], shown: list[tuple]) -> str:
     figure, panels = one_for_each(rows, shown)
     for axis, of in panels:
         cells = [[(k - o) / (1 - o) if o < 1 else float("nan") for k, o in zip(r["kept"], r["own"])] for r in of]
-        mesh = axis.pcolormesh(cells, cmap="viridis", vmin=0, vmax=1)
-        for y, line in enumerate(cells):
-            for x, value in enumerate(line):
-                axis.text(
-                    x + 0.5,
-                    y + 0.5,
-                    f"{100 * value:.0f}",
-                    ha="center",
-                    va="center",
-                    fontsize=6,
-                    color="w" if value < 0.6 else "k",
-                )
+        mesh = shaded(axis, cells, 6)
         axis.set_xticks([x + 0.5 for x in range(len(cells[0]))], [str(x) for x in range(len(cells[0]))])
         axis.set_yticks([y + 0.5 for y in range(len(of))], [str(r["layer"]) for r in of])
         axis.set_title(f"% kept of the mass before the own chunk\n{cut_of(of[0])}", fontsize=8)
@@ -216,10 +204,6 @@ def first_text(rows: list[dict], key: tuple) -> list[dict]:
         if key_of(r) == key and r["layer"] is not None:
             found.setdefault(r["layer"], r)
     return list(found.values())
-
-
-def numbers(values: list) -> list[float]:
-    return [float("nan") if x is None else x for x in values]
 
 
 def finish(axis, label: str) -> None:

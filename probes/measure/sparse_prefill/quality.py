@@ -7,8 +7,8 @@ import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.causal import CausalLM
-from dsv4.probes.measure.fidelity import measures
-from dsv4.probes.measure.fidelity.measures import Positions, joined
+from dsv4.probes.measure.base import logits as measures
+from dsv4.probes.measure.base.logits import Positions, joined
 from dsv4.probes.measure.sparse_prefill.reading import SLICE, Reading, cut_by
 
 GOAL = 0.05  # perplexity lost, at most
@@ -49,7 +49,7 @@ def until(of: Positions, count: int) -> Positions:
 
 
 def figures(parts: list[Positions]) -> dict:
-    """As JSON values: `dsv4.probes.measure.fidelity.measures.figures` of all parts together, and the perplexity lost.
+    """As JSON values: `dsv4.probes.measure.base.logits.figures` of all parts together, and the perplexity lost.
 
     loss: perplexity / exact perplexity − 1; loss_low, loss_high: 95 % interval, if means over BLOCK neighbouring
     positions are independent (None for fewer than two). verdict: whether the loss is below GOAL.

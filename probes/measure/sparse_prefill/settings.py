@@ -4,59 +4,57 @@ import hashlib
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from dsv4.errors import InputError
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.errors import UnsupportedInput
-from dsv4.model.gqa.model import GQAModel
-from dsv4.model.tokenizer import Tokenizer
-from dsv4.probes.measure.recall.text import Text, read_text
+from dsv4.probes.measure.base import settings as base
+from dsv4.probes.measure.base.models import is_gqa
+from dsv4.probes.measure.base.text import Text
 from dsv4.units import parse_count
 
 SOURCES = ("dsv4", "dsv4.kernels", "dsv4.loaders", "dsv4.probes")
 GRID = {512: ((64, 128), (64, 192, 320)), 1024: ((128, 256), (128, 384, 704))}  # chunk: locals, heavies
 
 
-@dataclass(frozen=True)
-class Settings:
-    """contexts: tokens, ascending; cuts: ways of reading; asked: those that needles and facts are asked after, and
-    whose maps are drawn; rows of each text; tail: last tokens of each context that are decoded after a sparse prompt;
-    needles of a context; asked_contexts;
-    in_prompt: questions that end the prompt, in the shortest of these; every: one query in so many has its dense
-    attention looked at."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(base.Settings):
+    """cuts: ways of reading; asked: those that needles and facts are asked after, and whose maps are drawn; tail: last
+    tokens of each context that are decoded after a sparse prompt; needles of a context; asked_contexts; in_prompt:
+    questions that end the prompt, in the shortest of these; every: one query in so many has its dense attention looked
+    at."""
 
-    contexts: tuple[int, ...]
     cuts: tuple[Chunking, ...]
     asked: tuple[Chunking, ...]
-    rows: int
     tail: int
-    needles: int
     asked_contexts: tuple[int, ...]
     in_prompt: int
     every: int
-    seed: int
+    SHOWN: ClassVar = (
+        "contexts",
+        "cuts",
+        "asked",
+        "rows",
+        "tail",
+        "needles",
+        "asked_contexts",
+        "in_prompt",
+        "every",
+        "seed",
+    )
 
     def about(self) -> dict:
-        """As JSON values."""
-        return asdict(self)
+        return super().about(cuts=[asdict(cut) for cut in self.cuts], asked=[asdict(cut) for cut in self.asked])
 
 
 def settle(
-    model,
-    contexts: list[int] | None,
-    cuts: str | None,
-    rows: int,
-    tail: int,
-    needles: int,
-    asked_contexts: list[int] | None,
-    in_prompt: int,
-    every: int,
-    seed: int,
+    model, contexts: list[int] | None, cuts: str | None, asked_contexts: list[int] | None, **given: int
 ) -> Settings:
-    """Raises InputError for what cannot be measured."""
-    if not isinstance(model, GQAModel) or not any(window is None for window in model.config.windows):
+    """given: fields of `Settings`. Raises InputError for what cannot be measured."""
+    if not is_gqa(model) or not any(window is None for window in model.config.windows):
         raise InputError(
             "sparse prefill is of GQA models with layers that attend to everything; this checkpoint has none such"
         )
@@ -66,7 +64,8 @@ def settle(
         if cuts is not None
         else tuple(Chunking(S, L, H) for S, (ls, hs) in GRID.items() for L in ls for H in hs)
     )
-    contexts = tuple(sorted(set(contexts or [n for n in (4096, 8192, 16384) if n <= most] or [most])))
+    contexts = base.ascending(contexts, (4096, 8192, 16384), most)
+    tail, needles, in_prompt = (given[name] for name in ("tail", "needles", "in_prompt"))
     asked = tuple(sorted(set(asked_contexts or (contexts[0], contexts[-1])))) if needles else ()
     longest = max(c.chunk for c in chosen)
     if contexts[0] < longest + tail + 2 or contexts[-1] > most:
@@ -74,14 +73,10 @@ def settle(
             f"--context {contexts[0]} … {contexts[-1]}: expected more than a chunk and the tail ({longest} + {tail} + "
             f"1) and no more than the checkpoint's max_position_embeddings, {most}"
         )
-    if min(rows, tail, every) < 1 or min(needles, in_prompt) < 0:
-        raise InputError(
-            f"--rows {rows}, --tail {tail}, --every {every}, --needles {needles}, --in-prompt {in_prompt}: expected "
-            "at least 1, 1, 1, 0, 0"
-        )
+    base.check_least(given, rows=1, tail=1, every=1, needles=0, in_prompt=0)
     if in_prompt > needles:
         raise InputError(f"--in-prompt {in_prompt} asks for more needles than there are, {needles}")
-    return Settings(contexts, chosen, extremes(chosen), rows, tail, needles, asked, in_prompt, every, seed)
+    return Settings(contexts=contexts, cuts=chosen, asked=extremes(chosen), asked_contexts=asked, **given)
 
 
 def parse_cuts(text: str) -> tuple[Chunking, ...]:
@@ -112,25 +107,15 @@ def extremes(cuts: tuple[Chunking, ...]) -> tuple[Chunking, ...]:
     return tuple(found)
 
 
-def texts(file: Path | None, checkpoint: Path, vocab_size: int, tokens: int, seed: int) -> list[Text]:
-    """`file` alone, or prose (Python's help topics) and this project's own sources; random ids where there is no
-    tokenizer."""
-    prose = read_text(file, checkpoint, vocab_size, tokens, seed)
-    if file is not None or prose.tokenizer is None:
+def texts(prose: Text, alone: bool) -> list[Text]:
+    """`prose`, and this project's own sources unless it is to stand alone, or has no tokenizer."""
+    if alone or prose.tokenizer is None:
         return [prose]
     files = source_files()
     source = "\n\n".join(f.read_text(encoding="utf-8") for f in files)
-    tokenizer = Tokenizer(checkpoint, vocab_size)
     name = f"this project's sources ({len(files)} files of {', '.join(SOURCES)})"
-    return [
-        prose,
-        Text(
-            name,
-            hashlib.sha256(source.encode()).hexdigest(),
-            np.array(tokenizer.encode(source), dtype=np.int64),
-            tokenizer,
-        ),
-    ]
+    ids = np.array(prose.tokenizer.encode(source), dtype=np.int64)
+    return [prose, Text(name, hashlib.sha256(source.encode()).hexdigest(), ids, prose.tokenizer)]
 
 
 def source_files() -> list[Path]:

@@ -1,63 +1,46 @@
 """The measurement as strict JSON, described by probes/schema/termination-1.json."""
 
 import time
-from dataclasses import replace
-from pathlib import Path
 
 from dsv4.kernels.block_choice import Policy
 from dsv4.loaders.expected import preset
-from dsv4.probes.measure.fidelity.document import PIECE, ModelSubject
-from dsv4.probes.measure.fidelity.variants import is_gqa
-from dsv4.probes.measure.recall.needles import Limits
-from dsv4.probes.measure.recall.text import Text, rows_of
+from dsv4.probes.measure.base.document import Kind
+from dsv4.probes.measure.base.models import ModelSubject, Say, family, is_gqa
+from dsv4.probes.measure.base.needles import Limits
+from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.termination import measure
 from dsv4.probes.measure.termination.settings import WHOLE, Settings
 from dsv4.probes.oracle import kinds
-from dsv4.probes.report import schema
-from dsv4.probes.report.json_report import strict
-from dsv4.probes.report.provenance import provenance
 
-VERSION = "1"
-SCHEMA = Path(__file__).resolve().parents[2] / "schema" / f"termination-{VERSION}.json"
+KIND = Kind("termination", "Run-time termination on", "needles")
+valid = KIND.valid
 # of tiles: what must be skipped, when probing costs up to 2 % of the time and tiles are fetched ahead of it
 PAYS = 0.1
 FAITHFUL = 0.01  # relative error that 99 of 100 heads keep to
 
 
 def measured(
-    subject: ModelSubject, policies: list[Policy], settings: Settings, text: Text, command: list[str], say: measure.Say
+    subject: ModelSubject, policies: list[Policy], settings: Settings, text: Text, command: list[str], say: Say
 ) -> dict:
     """Everything that `dsv4 termination` reports, as JSON values that fit the schema."""
     started, model = time.time(), subject.model
-    limits = Limits.of(str(model.device))
-    if is_gqa(model):
-        limits = replace(limits, chunk=max(limits.chunk, PIECE))
+    limits = Limits.of_model(model)
     ids = rows_of(text, settings.contexts[-1], settings.rows, model.config.bos_token_id)
-    found = measure.walks(model, policies, ids, settings, limits.chunk, say)
-    stopped, varied = measure.stopped(found, settings), measure.varied(found, settings)
+    walked = measure.walks(model, policies, ids, settings, limits.chunk, say)
+    stopped, varied = measure.stopped(walked, settings), measure.varied(walked, settings)
     hidden = None
     if settings.needles:
         hidden = measure.hidden_needles(model, policies, text.tokenizer.backend, text.ids, settings, limits, say)
-    about = provenance(subject, command, {"needles": settings.seed}, started)
-    return valid(
-        strict(
-            {
-                "schema_version": VERSION,
-                "title": f"Run-time termination on {about['checkpoint']['name']}, {about['subject']}",
-                "provenance": about,
-                "text": text.about(),
-                "settings": settings.about(),
-                "family": "gqa" if is_gqa(model) else "csa",
-                "texts": len(ids),
-                "verdicts": verdicts(stopped),
-                "rows": stopped,
-                "varied": varied,
-                "geometries": [] if is_gqa(model) else geometries(settings),
-                "needles": hidden,
-                "seconds": about["seconds"],
-            }
-        )
-    )
+    found = {
+        "family": family(model),
+        "texts": len(ids),
+        "verdicts": verdicts(stopped),
+        "rows": stopped,
+        "varied": varied,
+        "geometries": [] if is_gqa(model) else geometries(settings),
+        "needles": hidden,
+    }
+    return KIND.document(subject, settings.about(), text, found, command, started)
 
 
 def verdicts(rows: list[dict]) -> list[dict]:
@@ -117,8 +100,3 @@ def geometries(settings: Settings) -> list[dict]:
                     }
                 )
     return found
-
-
-def valid(document: dict) -> dict:
-    """`document` itself. Raises Dsv4Error with the first thing that contradicts the schema."""
-    return schema.valid(document, SCHEMA, f"the measurement is no valid termination-{VERSION} document")

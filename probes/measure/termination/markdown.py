@@ -1,11 +1,10 @@
 """The measurement for people: what was found, then every figure, then where it comes from."""
 
-from urllib.parse import quote
-
-from dsv4.probes.measure.recall.markdown import percent
+from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
+from dsv4.probes.measure.base.plots import grouped
+from dsv4.probes.measure.base.tables import BOUNDED, CONTEXT, LAYER, Table, percent, shown, table_of
 from dsv4.probes.measure.termination.document import FAITHFUL, PAYS, idle
-from dsv4.probes.report import words
-from dsv4.probes.report.markdown import escape, fence, table
+from dsv4.probes.report.markdown import escape
 
 REMARKS = """Walks: the last queries of each context along the exact run, in fp64, so nothing of layers below enters. \
 Tiles skipped: those that
@@ -29,30 +28,21 @@ def render(document: dict, plots: dict[str, str]) -> str:
         "head a sample."
     )
     parts = [
-        f"# {escape(document['title'])}",
         _reading(document),
         escape(head),
-        escape(" ".join(REMARKS.split())),
-        *(f"![{escape(title)}]({quote(file)})" for title, file in plots.items()),
-        "## By order and context",
-        table(*together(document)),
-        "## The bound",
-        table(*bound(document)),
-        "## Ablations, longest context",
-        *without_effect(document),
-        table(*ablations(document)),
-        "## By layer: probe against oracle",
-        table(*layers(document)),
-        "## Sweeps, longest context",
-        table(*sweeps(document)),
+        escape(paragraph(REMARKS)),
+        *pictures(plots),
+        *section("By order and context", together(document)),
+        *section("The bound", bound(document)),
+        *section("Ablations, longest context", ablations(document), *without_effect(document)),
+        *section("By layer: probe against oracle", layers(document)),
+        *section("Sweeps, longest context", sweeps(document)),
     ]
     if document["geometries"]:
-        parts += ["## What the rule can skip at most of published keep-sets", table(*geometries(document))]
+        parts += section("What the rule can skip at most of published keep-sets", geometries(document))
     if document["needles"]:
-        parts += ["## Needles", " ".join(NEEDLES.split()), table(*needles(document))]
-    return (
-        "\n\n".join([*parts, "## Provenance", fence(document["provenance"]["command"]), _provenance(document)]) + "\n"
-    )
+        parts += section("Needles", needles(document), paragraph(NEEDLES))
+    return page(document, parts)
 
 
 def _reading(document: dict) -> str:
@@ -66,159 +56,78 @@ def _reading(document: dict) -> str:
             if v["skipped"] < PAYS
             else f"99th percentile of the error beyond {FAITHFUL:.0%}"
         )
+        mean, most = (shown(error, ".2g") for error in (r["error_mean"], v["error_p99"]))
+        verdict = "**Pays.**" if v["pays"] else f"**Does not pay**: {why}."
         lines.append(
-            f"- {v['context']:,} tokens, "
-            f"{escape(v['order'])}: "
-            f"**{percent(v['skipped'])}** of "
-            f"{r['tiles']:.1f} tiles skipped (oracle: "
-            f"{percent(r['skipped_oracle_shared'])}), "
-            f"relative error {number(r['error_mean'])} "
-            f"in the mean, {number(v['error_p99'])} at "
-            "the 99th percentile. " + ("**Pays.**" if v["pays"] else f"**Does not pay**: {why}.")
+            f"- {v['context']:,} tokens, {escape(v['order'])}: **{percent(v['skipped'])}** of {r['tiles']:.1f} tiles "
+            f"skipped (oracle: {percent(r['skipped_oracle_shared'])}), relative error {mean} in the mean, {most} at "
+            f"the 99th percentile. {verdict}"
         )
-    for haystack, context in dict.fromkeys((r["haystack"], r["context"]) for r in document["needles"] or []):
-        group = [r for r in document["needles"] if (r["haystack"], r["context"]) == (haystack, context)]
-        lines.append(
-            f"- {context:,} tokens, needles in {escape(haystack)}, of {group[0]['trials']} found: "
-            + "; ".join(f"{escape(r['variant'])}: {r['hits']}" for r in group)
-            + "."
-        )
+    needles = grouped(document["needles"] or [], lambda r: (r["haystack"], r["context"]))
+    for (haystack, context), group in needles.items():
+        each = "; ".join(f"{escape(r['variant'])}: {r['hits']}" for r in group)
+        lines.append(f"- {context:,} tokens, needles in {escape(haystack)}, of {group[0]['trials']} found: {each}.")
     return "\n".join(lines)
 
 
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2g}"
+# ---- tables, which the terminal shows too ---------------------------------------------------------
+
+SKIPPED, ALONE = (">skipped", "skipped", percent), (">each head alone", "skipped_alone", percent)
+ORACLE, EARLY = (">oracle", "skipped_oracle_shared", percent), (">early", "early", percent)
+ERROR = (">error, mean", "error_mean", ".2g"), (">99th percentile", "error_p99", ".2g")
+LARGEST = (">largest", "error_max", ".2g")
+AGREEMENT = (
+    (">decided", "decided", percent),
+    (">agree", "agree", percent),
+    EARLY,
+    (">late", "late", percent),
+    (">offset, median", "offset_median", "+.0f"),
+    (">5 %", "offset_p5", "+.0f"),
+    (">95 %", "offset_p95", "+.0f"),
+)
 
 
-# ---- tables: (columns, rows of cells), which the terminal shows too -------------------------------
+def _all_layers(document: dict) -> list[dict]:
+    return [r for r in document["rows"] if r["layer"] is None]
 
 
-def together(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        ">context",
+def together(document: dict) -> Table:
+    return table_of(
+        _all_layers(document),
+        CONTEXT,
         "order",
-        ">heads",
-        ">tiles",
-        ">skipped",
-        ">each head alone",
-        ">oracle",
-        ">oracle, alone",
-        ">error, mean",
-        ">99th percentile",
-        ">largest",
-    ]
-    return columns, [
-        [
-            f"{r['context']:,}",
-            escape(r["order"]),
-            f"{r['heads']:,}",
-            f"{r['tiles']:.1f}",
-            percent(r["skipped"]),
-            percent(r["skipped_alone"]),
-            percent(r["skipped_oracle_shared"]),
-            percent(r["skipped_oracle"]),
-            number(r["error_mean"]),
-            number(r["error_p99"]),
-            number(r["error_max"]),
-        ]
-        for r in document["rows"]
-        if r["layer"] is None
-    ]
+        (">heads", "heads", ","),
+        (">tiles", "tiles", ".1f"),
+        SKIPPED,
+        ALONE,
+        ORACLE,
+        (">oracle, alone", "skipped_oracle", percent),
+        *ERROR,
+        LARGEST,
+    )
 
 
-def bound(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        ">context",
+def bound(document: dict) -> Table:
+    return table_of(
+        _all_layers(document),
+        CONTEXT,
         "order",
-        ">heads that stop",
-        ">largest error",
-        ">bound, median",
-        ">largest error / bound",
-        ">steady bound, median",
-        ">beyond the steady bound",
-    ]
-    return columns, [
-        [
-            f"{r['context']:,}",
-            escape(r["order"]),
-            f"{r['bound_of']:,}",
-            number(r["error_alone_max"]),
-            number(r["bound_median"]),
-            number(r["bound_tight"]),
-            number(r["steady_median"]),
-            percent(r["steady_broken"]),
-        ]
-        for r in document["rows"]
-        if r["layer"] is None
-    ]
+        (">heads that stop", "bound_of", ","),
+        (">largest error", "error_alone_max", ".2g"),
+        (">bound, median", "bound_median", ".2g"),
+        (">largest error / bound", "bound_tight", ".2g"),
+        (">steady bound, median", "steady_median", ".2g"),
+        (">beyond the steady bound", "steady_broken", percent),
+    )
 
 
-def layers(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        ">context",
-        "order",
-        "layer",
-        ">skipped",
-        ">oracle",
-        ">decided",
-        ">agree",
-        ">early",
-        ">late",
-        ">offset, median",
-        ">5 %",
-        ">95 %",
-    ]
-    return columns, [
-        [
-            f"{r['context']:,}",
-            escape(r["order"]),
-            "all" if r["layer"] is None else str(r["layer"]),
-            percent(r["skipped"]),
-            percent(r["skipped_oracle_shared"]),
-            *_agreement(r),
-        ]
-        for r in document["rows"]
-    ]
+def layers(document: dict) -> Table:
+    return table_of(document["rows"], CONTEXT, "order", LAYER, SKIPPED, ORACLE, *AGREEMENT)
 
 
-def _agreement(r: dict) -> list[str]:
-    return [
-        *(percent(r[key]) for key in ("decided", "agree", "early", "late")),
-        *("–" if r[key] is None else f"{r[key]:+.0f}" for key in ("offset_median", "offset_p5", "offset_p95")),
-    ]
-
-
-def ablations(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "order",
-        "rule",
-        ">skipped",
-        ">each head alone",
-        ">error, mean",
-        ">99th percentile",
-        ">largest",
-        ">decided",
-        ">agree",
-        ">early",
-        ">late",
-        ">offset, median",
-        ">5 %",
-        ">95 %",
-    ]
-    return columns, [
-        [
-            escape(r["order"]),
-            escape(r["varied"]),
-            percent(r["skipped"]),
-            percent(r["skipped_alone"]),
-            number(r["error_mean"]),
-            number(r["error_p99"]),
-            number(r["error_max"]),
-            *_agreement(r),
-        ]
-        for r in longest(document)
-        if r["varied"] not in SWEPT
-    ]
+def ablations(document: dict) -> Table:
+    rows = [r for r in longest(document) if r["varied"] not in SWEPT]
+    return table_of(rows, "order", ("rule", "varied"), SKIPPED, ALONE, *ERROR, LARGEST, *AGREEMENT)
 
 
 def without_effect(document: dict) -> list[str]:
@@ -249,33 +158,10 @@ def without_effect(document: dict) -> list[str]:
 SWEPT = {"tau": "τ", "phi": "φ", "patience": "p"}
 
 
-def sweeps(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = [
-        "order",
-        "swept",
-        ">value",
-        ">skipped",
-        ">each head alone",
-        ">oracle",
-        ">error, mean",
-        ">99th percentile",
-        ">early",
-    ]
-    return columns, [
-        [
-            escape(r["order"]),
-            SWEPT[r["varied"]],
-            f"{r[r['varied']]:g}",
-            percent(r["skipped"]),
-            percent(r["skipped_alone"]),
-            percent(r["skipped_oracle_shared"]),
-            number(r["error_mean"]),
-            number(r["error_p99"]),
-            percent(r["early"]),
-        ]
-        for r in longest(document)
-        if r["varied"] in SWEPT
-    ]
+def sweeps(document: dict) -> Table:
+    rows = [r for r in longest(document) if r["varied"] in SWEPT]
+    value = ">value", lambda r: r[r["varied"]], "g"
+    return table_of(rows, "order", ("swept", "varied", SWEPT.get), value, SKIPPED, ALONE, ORACLE, *ERROR, EARLY)
 
 
 def longest(document: dict) -> list[dict]:
@@ -283,31 +169,17 @@ def longest(document: dict) -> list[dict]:
     return [r for r in document["varied"] if r["context"] == most]
 
 
-def geometries(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = ["keep-set", ">rows of a tile", ">tiles", ">read at least", ">skipped at most"]
-    return columns, [
-        [escape(g["name"]), str(g["tile"]), str(g["tiles"]), str(g["read_at_least"]), percent(g["skipped_at_most"])]
-        for g in document["geometries"]
-    ]
+def geometries(document: dict) -> Table:
+    return table_of(
+        document["geometries"],
+        ("keep-set", "name"),
+        (">rows of a tile", "tile"),
+        (">tiles", "tiles"),
+        (">read at least", "read_at_least"),
+        (">skipped at most", "skipped_at_most", percent),
+    )
 
 
-def needles(document: dict) -> tuple[list[str], list[list[str]]]:
-    columns = ["haystack", ">context", "policy", "rule", ">found", ">share", ">at least (97.5 %)", ">at most (97.5 %)"]
-    return columns, [
-        [
-            escape(r["haystack"]),
-            f"{r['context']:,}",
-            escape(r["order"]),
-            "read to the end" if r["tau"] is None else f"τ = {r['tau']:g}",
-            f"{r['hits']} of {r['trials']}",
-            percent(r["share"]),
-            percent(r["at_least"]),
-            percent(r["at_most"]),
-        ]
-        for r in document["needles"]
-    ]
-
-
-def _provenance(document: dict) -> str:
-    rows = words.flat({"text": document["text"], "settings": document["settings"]} | document["provenance"])
-    return table(["", ""], [[escape(key), escape(value)] for key, value in rows if key != "command"])
+def needles(document: dict) -> Table:
+    rule = lambda tau: "read to the end" if tau is None else f"τ = {tau:g}"
+    return table_of(document["needles"], "haystack", CONTEXT, ("policy", "order"), ("rule", "tau", rule), *BOUNDED)

@@ -10,12 +10,12 @@ from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.grouped_attention.termination import Termination
 from dsv4.model.attention import HCAAttention
 from dsv4.model.causal import CausalLM
-from dsv4.probes.measure.fidelity import needles
-from dsv4.probes.measure.fidelity.attending import attending
-from dsv4.probes.measure.fidelity.variants import Variant, is_gqa, of_policy
-from dsv4.probes.measure.recall.haystack import filler
-from dsv4.probes.measure.recall.mass import watched
-from dsv4.probes.measure.recall.needles import Limits, hidden
+from dsv4.probes.measure.base import needles
+from dsv4.probes.measure.base.attending import attending
+from dsv4.probes.measure.base.mass import watched
+from dsv4.probes.measure.base.models import Say, is_gqa
+from dsv4.probes.measure.base.needles import Limits
+from dsv4.probes.measure.base.variants import Variant, of_policy
 from dsv4.probes.measure.termination import orders
 from dsv4.probes.measure.termination.settings import Settings, rules
 from dsv4.probes.measure.termination.stops import figures
@@ -23,7 +23,6 @@ from dsv4.probes.measure.termination.walk import Walk, joined
 from dsv4.probes.scenes.patching import replaced, wrapped
 
 Key = tuple[str, int, int]  # order, context, layer
-Say = Callable[[str], None]
 
 
 def walks(
@@ -141,14 +140,8 @@ def hidden_needles(
     """Needles by policy and rule: without termination, by the rule, and by each looser τ; the same trials for all."""
     choices = [None, settings.rule, *(dataclasses.replace(settings.rule, tau=tau) for tau in settings.looser)]
     variants = {terminated(p, rule).name: (terminated(p, rule), p, rule) for p in policies for rule in choices}
-    rows = []
-    for haystack in needles.HAYSTACKS:
-        for context in settings.asked:
-            text = prose if haystack.prose else filler(tokenizer, context)
-            asked = hidden(model, tokenizer, text, context, settings.needles, settings.seed)
-            note = lambda text: say(f"needles, {haystack.name}, {context} tokens: {text}")
-            hits = needles.answers(model, [v for v, *_ in variants.values()], asked, limits, note)
-            for name, (variant, policy, rule) in variants.items():
-                row = needles.row(variant, haystack.name, context, asked, hits[name])
-                rows.append(row | {"order": name_of(policy), "tau": None if rule is None else rule.tau})
-    return rows
+    ways = [variant for variant, *_ in variants.values()]
+    rows = needles.found(model, ways, tokenizer, prose, settings.asked, settings.needles, limits, say, settings.seed)
+    tau = lambda rule: None if rule is None else rule.tau
+    about = {name: {"order": name_of(policy), "tau": tau(rule)} for name, (_, policy, rule) in variants.items()}
+    return [row | about[row["variant"]] for row in rows]

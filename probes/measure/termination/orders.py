@@ -57,7 +57,7 @@ def heads(
 
 
 def entries(attn, x, qr, q, window, window_index, step, cache, tile: int) -> Walk:
-    """Walks of a batch of one row through a CSA layer, from what `dsv4.probes.measure.recall.mass.watched` sees; all
+    """Walks of a batch of one row through a CSA layer, from what `dsv4.probes.measure.base.mass.watched` sees; all
     heads share the tiles."""
     n = step.max_visible(attn.ratio)
     order = topk_entries(attn.indexer.scores(x, qr, step, cache).float().cpu(), min(n, attn.indexer.topk))[0]

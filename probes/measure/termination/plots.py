@@ -1,6 +1,6 @@
-"""The figures as SVG documents; dsv4.probes.measure.recall.plots says whether they can be drawn."""
+"""The figures as SVG documents; dsv4.probes.measure.base.plots says whether they can be drawn."""
 
-from dsv4.probes.measure.recall.plots import canvas, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.base.plots import canvas, column, finished, grouped, legend, logarithmic, share_axis, svg
 from dsv4.probes.measure.termination.markdown import SWEPT, longest
 
 FLOOR = 1e-9  # errors below are no points: the line at the bottom says so
@@ -22,12 +22,12 @@ def _sweeps(document: dict, key: str, title: str) -> str:
     figure, axes = canvas(3)
     rows = longest(document)
     for axis, swept in zip(axes, SWEPT):
-        for n, order in enumerate(dict.fromkeys(r["order"] for r in rows)):
-            group = [r for r in rows if (r["order"], r["varied"]) == (order, swept)]
-            x = [r[swept] for r in group]
+        for n, (order, group) in enumerate(grouped(rows, lambda r: r["order"]).items()):
+            group = [r for r in group if r["varied"] == swept]
+            x = column(group, swept)
             if key == "skipped":
-                axis.plot(x, [r["skipped"] for r in group], "o-", color=f"C{n}", label=order)
-                axis.plot(x, [r["skipped_oracle_shared"] for r in group], ":", color=f"C{n}")
+                axis.plot(x, column(group, "skipped"), "o-", color=f"C{n}", label=order)
+                axis.plot(x, column(group, "skipped_oracle_shared"), ":", color=f"C{n}")
             else:
                 axis.plot(x, [_seen(r["error_p99"]) for r in group], "o-", color=f"C{n}", label=order)
                 axis.plot(x, [_seen(r["error_mean"]) for r in group], "--", color=f"C{n}")
@@ -50,14 +50,13 @@ def _seen(error: float) -> float:
 
 
 def _layers(document: dict) -> str:
-    orders = list(dict.fromkeys(r["order"] for r in document["rows"]))
     figure, (skipped, offset) = canvas(2)
     most = max(r["context"] for r in document["rows"])
-    for n, order in enumerate(orders):
-        group = [r for r in document["rows"] if (r["order"], r["context"]) == (order, most) and r["layer"] is not None]
+    rows = [r for r in document["rows"] if r["context"] == most and r["layer"] is not None]
+    for n, (order, group) in enumerate(grouped(rows, lambda r: r["order"]).items()):
         x = [r["layer"] for r in group]
-        skipped.plot(x, [r["skipped"] for r in group], "o-", color=f"C{n}", label=order)
-        skipped.plot(x, [r["skipped_oracle_shared"] for r in group], "x:", color=f"C{n}")
+        skipped.plot(x, column(group, "skipped"), "o-", color=f"C{n}", label=order)
+        skipped.plot(x, column(group, "skipped_oracle_shared"), "x:", color=f"C{n}")
         known = [r for r in group if r["offset_median"] is not None]
         offset.errorbar(
             [r["layer"] for r in known],
@@ -76,10 +75,7 @@ def _layers(document: dict) -> str:
     offset.set_title("tiles from the oracle's stop to the probe's: median, 5 % to 95 %", fontsize=9)
     offset.tick_params(labelsize=7)
     offset.grid(alpha=0.25)
-    for axis in (skipped, offset):
-        axis.set_xlabel("layer", fontsize=8)
-    legend(figure)
-    return svg(figure)
+    return finished(figure, (skipped, offset), "layer")
 
 
 def _needles(rows: list[dict]) -> str:

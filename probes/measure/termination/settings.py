@@ -1,13 +1,15 @@
 """How much is measured, and by which rules."""
 
 from dataclasses import asdict, dataclass, replace
+from typing import ClassVar
 
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.grouped_attention.termination import Termination
-from dsv4.probes.measure.fidelity.variants import is_gqa, policy_variants
-from dsv4.probes.measure.recall.measure import QUESTION
-from dsv4.probes.measure.recall.needles import reach
+from dsv4.probes.measure.base import settings as base
+from dsv4.probes.measure.base.models import is_gqa, reach
+from dsv4.probes.measure.base.settings import QUESTION
+from dsv4.probes.measure.base.variants import policy_variants
 
 SWEEPS = {
     "tau": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 3e-2, 0.1),
@@ -27,33 +29,22 @@ POLICIES = ["sink-window", "page-bound", "block-bound"]
 ENTRY_TILE = 16
 
 
-@dataclass(frozen=True)
-class Settings:
-    """contexts: tokens, ascending; rows of text; queries: last ones of each context that are walked; needles: trials by
-    variant, haystack and context; rule: what is measured, in tiles of `tile` tokens, or rows of CSA and HCA; looser:
-    further τ that needles are asked under; asked: contexts in which they are."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(base.Settings):
+    """queries: last ones of each context that are walked; needles: by variant, haystack and context; rule: what is
+    measured, in tiles of `tile` tokens, or rows of CSA and HCA; looser: further τ that needles are asked under; asked:
+    contexts in which they are."""
 
-    contexts: tuple[int, ...]
-    rows: int
     queries: int
-    needles: int
     rule: Termination
     tile: int
     looser: tuple[float, ...]
     asked: tuple[int, ...]
-    seed: int = 0
+    SHOWN: ClassVar = ("contexts", "rows", "queries", "needles", "rule", "looser", "needle_contexts", "seed")
+    FIELDS: ClassVar = {"needle_contexts": "asked"}
 
     def about(self) -> dict:
-        return {
-            "contexts": list(self.contexts),
-            "rows": self.rows,
-            "queries": self.queries,
-            "needles": self.needles,
-            "rule": asdict(self.rule) | {"tile": self.tile},
-            "looser": list(self.looser),
-            "needle_contexts": list(self.asked),
-            "seed": self.seed,
-        }
+        return super().about(rule=asdict(self.rule) | {"tile": self.tile})
 
 
 def rule_of(model, tau: float, phi: float, patience: int, tile: int | None) -> tuple[Termination, int]:
@@ -71,51 +62,42 @@ def rule_of(model, tau: float, phi: float, patience: int, tile: int | None) -> t
 def settle(
     model,
     contexts: list[int] | None,
-    rows: int,
-    queries: int,
-    needles: int,
     rule: tuple[Termination, int],
     looser: list[float],
     asked: list[int] | None,
-    seed: int,
+    **given: int,
 ) -> Settings:
-    """Raises InputError for what cannot be measured."""
+    """rule: of `rule_of`; given: fields of `Settings`. Raises InputError for what cannot be measured."""
     most = model.config.max_position_embeddings - 2 * QUESTION
-    contexts = tuple(sorted(set(contexts or [min(2048, most)])))
-    if min(rows, queries) < 1 or needles < 0:
-        raise InputError(f"--rows {rows}, --queries {queries}, --needles {needles}: expected at least 1, 1, 0")
-    if contexts[0] < 2 or contexts[-1] > most:
-        raise InputError(
-            f"--context {contexts[0] if contexts[0] < 2 else contexts[-1]}: expected 2 … {most} tokens (the "
-            f"checkpoint's max_position_embeddings less {2 * QUESTION} for questions)"
-        )
+    contexts = base.ascending(contexts, (2048,), most)
+    base.check_least(given, rows=1, queries=1, needles=0)
+    why = f"the checkpoint's max_position_embeddings less {2 * QUESTION} for questions"
+    base.check_range(contexts, most, why)
     if any(not tau > 0 for tau in looser):
         raise InputError(f"--looser {','.join(map(str, looser))}: expected positive τ")
+    needles = given["needles"]
     if not is_gqa(model) and needles:
         raise InputError(
             "--needles: terminated attention of CSA and HCA is walked, not run, so no needle can be asked for; "
             "pass --needles 0"
         )
-    asked = tuple(sorted(set(asked or contexts))) if needles else ()
+    asked = base.ascending(asked, contexts, most) if needles else ()
     least = reach(model) + QUESTION
     if needles and not least < asked[0] <= asked[-1] <= most:
         raise InputError(
             f"--needle-context {','.join(map(str, asked))}: expected {least + 1} … {most} tokens, as needles lie "
             f"{least - QUESTION} tokens or more before their questions"
         )
-    return Settings(contexts, rows, queries, needles, *rule, tuple(looser), asked, seed)
+    ruled, tile = rule
+    return Settings(contexts=contexts, rule=ruled, tile=tile, looser=tuple(looser), asked=asked, **given)
 
 
 def orders_of(model, names: list[str] | None, budgets: list[int] | None) -> list[Policy]:
     """What is walked of a GQA model: dense first. Empty for a DeepSeek-V4 one, whose layers have one order each. Raises
     InputError."""
     if not is_gqa(model):
-        idle = [name for name, value in {"--policy": names, "--budget": budgets}.items() if value is not None]
-        if idle:
-            raise InputError(
-                f"{', '.join(idle)} would change nothing of a DeepSeek-V4 checkpoint, whose CSA and HCA have "
-                "their own orders"
-            )
+        of = "a DeepSeek-V4 checkpoint, whose CSA and HCA have their own orders"
+        base.refuse_idle({"--policy": names, "--budget": budgets}, of)
         return []
     return [v.policy for v in policy_variants(names or POLICIES, budgets or [2048], None)]
 

@@ -9,6 +9,7 @@ import torch
 from dsv4.kernels.attention.reference import gather_rows
 from dsv4.model.attention import CSAAttention
 from dsv4.model.deepseek_v4 import Model
+from dsv4.probes.oracle.attention import chosen
 from dsv4.probes.scenes.buffers import numbers
 from dsv4.probes.scenes.patching import wrapped
 
@@ -83,6 +84,12 @@ def watched(model: Model, see: Callable) -> AbstractContextManager:
         "_attend",
         also,
     )
+
+
+def mask(selection: torch.Tensor, n: int) -> torch.Tensor:
+    """int64 [Q, k] → bool [Q, n]; what is no entry counts as no pick."""
+    selection = torch.where((selection < 0) | (selection >= n), -1, selection)
+    return chosen(selection.unsqueeze(0), n)[0]
 
 
 @contextmanager

@@ -10,9 +10,8 @@ from dsv4.errors import InputError, UnsupportedInput
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.model.causal import CausalLM
 from dsv4.model.gqa.choice import NAMES
-from dsv4.model.gqa.model import GQAModel
-from dsv4.probes.measure.recall.mass import window_only
-from dsv4.probes.measure.recall.observe import csa_layers
+from dsv4.probes.measure.base.mass import window_only
+from dsv4.probes.measure.base.models import csa_layers, is_gqa
 from dsv4.probes.oracle import kinds
 from dsv4.probes.scenes.patching import replaced
 
@@ -139,7 +138,3 @@ def of_policy(policy: Policy) -> Variant:
             yield
 
     return Variant(name, switch, None if policy.dense else policy.tokens, policy.dense, decode_only=True, policy=policy)
-
-
-def is_gqa(model: CausalLM) -> bool:
-    return isinstance(model, GQAModel)

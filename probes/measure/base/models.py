@@ -1,0 +1,61 @@
+"""The model that is measured: how it is loaded, and what the measurements ask of its config."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+
+from dsv4.model.causal import CausalLM
+from dsv4.model.load import load_model
+from dsv4.probes.oracle import kinds
+from dsv4.probes.subject import Subject
+
+Say = Callable[[str], None]
+Advance = Callable[[int], None]
+NEAR = 512  # tokens between needle and question at least, where a model has no sliding windows: the reach of the demo's
+
+
+class ModelSubject(Subject):
+    """A model of either family, loaded from a checkpoint, as provenance takes it."""
+
+    can = frozenset({"run", "kernels"})
+
+    def __init__(
+        self, checkpoint: Path, numerics: str, backend: str, device: str, kernels: Mapping = MappingProxyType({})
+    ):
+        self.model: CausalLM = load_model(
+            checkpoint, numerics=numerics, backend=backend, device=device, kernels=kernels
+        )
+        self.files, self.config, self.numerics = self.model.inventory, self.model.config, numerics
+        said = "".join(f", {operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items())
+        self.name = f"ours, {numerics}{said}, backend {self.model.backend}, {device}"
+        self.provenance = {
+            "path": str(checkpoint),
+            "backend": self.model.backend,
+            "device": device,
+            "torch": torch.__version__,
+        }
+
+
+def is_gqa(known) -> bool:
+    """Whether a model, or a subject, is of the GQA family; the other one has CSA and HCA layers."""
+    return known.config.family == "gqa"
+
+
+def family(known) -> str:
+    """Its name in documents."""
+    return "gqa" if is_gqa(known) else "csa"
+
+
+def csa_layers(config) -> list[int]:
+    return [i for i in range(config.num_hidden_layers) if config.compress_ratios[i] == kinds.CSA]
+
+
+def reach(model: CausalLM) -> int:
+    """Tokens that information cannot cross through sliding windows alone, over all layers; NEAR for a model without
+    windows."""
+    windows = getattr(model.config, "windows", None)  # of a GQA model, a layer each
+    if windows is not None:
+        return sum(w for w in windows if w is not None) or NEAR
+    return model.config.num_hidden_layers * model.config.sliding_window

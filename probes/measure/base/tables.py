@@ -1,0 +1,63 @@
+"""Tables of figures: made once of a document's rows, drawn in markdown and on a terminal."""
+
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table as Drawn
+
+from dsv4.probes.report.markdown import escape
+
+Table = tuple[list[str], list[list[str]]]  # headings, '>' before those of a column to the right; rows of escaped cells
+
+
+def table_of(rows: Iterable[dict], *columns: str | tuple) -> Table:
+    """columns: (heading, key of a row or function of it, format or function of what that gives), without the last for
+    text; a key alone is its own heading. A format shows None as '–'."""
+    columns = tuple((column, column) if isinstance(column, str) else column for column in columns)
+    return [heading for heading, *_ in columns], [[_cell(row, *how) for _, *how in columns] for row in rows]
+
+
+def _cell(row: dict, of, how=escape) -> str:
+    value = of(row) if callable(of) else row[of]
+    return shown(value, how) if isinstance(how, str) else how(value)
+
+
+def shown(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+CONTEXT = (">context", "context", ",")
+LAYER = ("layer", "layer", lambda layer: "all" if layer is None else str(layer))
+FOUND = (
+    (">found", lambda r: f"{r['hits']} of {r['trials']}"),
+    (">share", "share", percent),
+    (">at least (97.5 %)", "at_least", percent),
+)
+BOUNDED = (*FOUND, (">at most (97.5 %)", "at_most", percent))
+CHANCE = (">chance", "chance", ".1e")
+
+
+def show_table(console: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Drawn(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(
+            column.lstrip(">"), justify="right" if column.startswith(">") else "left", no_wrap=len(rows) > 0
+        )
+    for row in rows:
+        table.add_row(*(re.sub(r"\\(.)", r"\1", cell) for cell in row))  # cells are escaped for markdown
+    console.print(table)
+
+
+def show_text(console: Console, text: dict) -> None:
+    console.print(f"text: {text['name']}, {text['tokens']:,} tokens, sha256 {text['sha256'] or '–'}")
+
+
+def show_end(console: Console, document: dict) -> None:
+    for note in document["notes"]:
+        console.print(f"note: {note}")
+    console.print(f"{document['seconds']:.0f} s")
