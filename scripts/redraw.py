@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,33 +35,14 @@ def drawn(stem: str, document: dict) -> dict[str, str]:
     raise InputError(f"{stem}.json is of no kind that can be drawn; expected {', '.join(kind for kind, *_ in KINDS)}")
 
 
-def titled(plots: Callable[[dict], dict[str, str]]) -> Callable[[str, dict], dict[str, str]]:
-    """Of a module whose `draw(document)` gives title → SVG."""
-    return lambda stem, document: {plot_file(stem, title): svg for title, svg in plots(document).items()}
+def measured(room: str, *maps: dict) -> Callable[[str, dict], dict[str, str]]:
+    """Of a room of dsv4.probes.measure, whose plots give title → SVG."""
 
+    def draw(stem: str, document: dict) -> dict[str, str]:
+        plots = import_module(f"dsv4.probes.measure.{room}.plots")
+        return {plot_file(stem, title): svg for title, svg in plots.draw(document, *maps).items()}
 
-def _recall(document):
-    from dsv4.probes.measure.recall import plots
-
-    return plots.draw(document)
-
-
-def _fidelity(document):
-    from dsv4.probes.measure.fidelity import plots
-
-    return plots.draw(document)
-
-
-def _termination(document):
-    from dsv4.probes.measure.termination import plots
-
-    return plots.draw(document)
-
-
-def _sparse_prefill(document):
-    from dsv4.probes.measure.sparse_prefill import plots
-
-    return plots.draw(document, {})
+    return draw
 
 
 def _kernels(stem, document):
@@ -126,10 +108,10 @@ def _made(kind, row: dict):
 
 KINDS = (  # name, whether a document is of it, file name → SVG
     ("kernels", lambda d: {"machine", "rows", "about"} <= d.keys(), _kernels),
-    ("recall", lambda d: "gate" in d, titled(_recall)),
-    ("termination", lambda d: "skipped" in _first(d), titled(_termination)),
-    ("sparse-prefill", lambda d: "stability" in d, titled(_sparse_prefill)),
-    ("fidelity", lambda d: {"variants", "findability"} <= d.keys(), titled(_fidelity)),
+    ("recall", lambda d: "gate" in d, measured("recall")),
+    ("termination", lambda d: "skipped" in _first(d), measured("termination")),
+    ("sparse-prefill", lambda d: "stability" in d, measured("sparse_prefill", {})),
+    ("fidelity", lambda d: {"variants", "findability"} <= d.keys(), measured("fidelity")),
     ("host tier", lambda d: "link" in d, _host_tier),
     ("host tier, identity", lambda d: "hit_rate" in _first(d), _identity),
     ("regime", lambda d: "map" in d, _regime),

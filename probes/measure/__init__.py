@@ -1,1 +1,1 @@
-"""The measuring commands: recall, fidelity, termination, sparse prefill."""
+"""The measuring commands: recall, fidelity, termination, sparse prefill, a room each; `base` is what they share."""

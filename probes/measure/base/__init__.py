@@ -1,7 +1,7 @@
-"""What the measuring commands share: none of their rooms imports another one.
+"""What the measurements share. No room of a measurement imports another one's (tests/dsv4/test_layers.py).
 
-models: the model that is measured, its family and layers. settings: contexts and numbers, checked. text, haystack,
-needles: what is read, and asking for something hidden. variants: ways to read a context. attending, mass: what layers
-attend to. logits: agreement, KL, perplexity. document, tables, markdown, plots: the report. measurement: the parts of a
-command.
+measurement: what a command runs (`dsv4.commands.measuring`). models: the model that is measured, its family, layers and
+reach. settings: contexts and numbers, checked. text, haystack, needles: what is read, and asking for something hidden.
+variants: ways to read a context. attending, mass: what layers attend to. logits: agreement, KL, perplexity. document,
+tables, markdown, plots: the report.
 """

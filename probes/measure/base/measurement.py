@@ -1,4 +1,4 @@
-"""A measurement as a command runs it: `dsv4.commands.measuring.measure` calls these methods in this order."""
+"""A measurement as a command runs it: `dsv4.commands.measuring.measure` calls its methods in their order here."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
