@@ -29,14 +29,17 @@ def measure(settled: Callable[..., "Measurement"], *given, out: Path | None, as_
             errors.print(line)
         with limited_threads(work.subject.config.hidden_size):
             found = work.measured(sys.argv, say, advance)
-    if not plots.available():
-        found["notes"].append(plots.MISSING) if "notes" in found else errors.print(plots.MISSING)
+    drawable = plots.available()
+    if not drawable and "notes" in found:
+        found["notes"].append(plots.MISSING)
+    elif not drawable:
+        errors.print(plots.MISSING)
     if as_json:
         sys.stdout.write(work.dumped(found))
     else:  # of what goes to a file, nothing is cut off at 80 columns
         work.show(found, Terminal(width=None if sys.stdout.isatty() else work.COLUMNS))
     if out is not None:
-        write(work, found, out, work.draw(found) if plots.available() else {})
+        write(work, found, out, work.draw(found) if drawable else {})
     if work.kernels:
         for line in user_kernels.after(work.subject.model):
             errors.print(line)

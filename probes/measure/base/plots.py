@@ -1,7 +1,7 @@
 """Parts of figures, and figures as SVG documents. matplotlib is an optional dependency: without it there are no plots,
 and the report says so."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from io import StringIO
 from math import floor, isfinite
 
@@ -82,14 +82,6 @@ def finished(figure, axes: Iterable, label: str) -> str:
         axis.set_xlabel(label, fontsize=8)
     legend(figure)
     return svg(figure)
-
-
-def grouped(rows: Iterable[dict], key: Callable[[dict], object]) -> dict:
-    """Rows by a key, in the order of its first row."""
-    groups: dict = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
 
 
 def numbers(values: Iterable[float | None]) -> list[float]:

@@ -1,7 +1,7 @@
 """Tables of figures: made once of a document's rows, drawn in markdown and on a terminal."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rich.console import Console
 from rich.table import Table as Drawn
@@ -9,6 +9,14 @@ from rich.table import Table as Drawn
 from dsv4.probes.report.markdown import escape
 
 Table = tuple[list[str], list[list[str]]]  # headings, '>' before those of a column to the right; rows of escaped cells
+
+
+def grouped(rows: Iterable[dict], key: Callable[[dict], object]) -> dict:
+    """Rows by a key, in the order of its first row."""
+    groups: dict = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def table_of(rows: Iterable[dict], *columns: str | tuple) -> Table:

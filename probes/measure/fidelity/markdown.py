@@ -2,8 +2,7 @@
 
 from dsv4.probes.measure.base.logits import CONFIDENT
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
-from dsv4.probes.measure.base.plots import grouped
-from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, LAYER, Table, percent, table_of
+from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, LAYER, Table, grouped, percent, table_of
 from dsv4.probes.report.markdown import escape
 
 REMARKS = f"""Everything is held against the exact run of the same weights in the same numerics. Agreement: both \

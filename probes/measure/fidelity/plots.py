@@ -4,7 +4,6 @@ from dsv4.probes.measure.base.plots import (
     canvas,
     column,
     finished,
-    grouped,
     legend,
     logarithmic,
     needle_maps,
@@ -12,6 +11,7 @@ from dsv4.probes.measure.base.plots import (
     share_axis,
     svg,
 )
+from dsv4.probes.measure.base.tables import grouped
 
 
 def draw(document: dict) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """The measurement for people: what was found in a few lines, then every figure, then where it comes from."""
 
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
-from dsv4.probes.measure.base.plots import grouped
-from dsv4.probes.measure.base.tables import CONTEXT, FOUND, Table, percent, table_of
+from dsv4.probes.measure.base.tables import CONTEXT, FOUND, Table, grouped, percent, table_of
 from dsv4.probes.report.markdown import escape, table
 
 COLUMNS = (  # key, heading, how it is shown

@@ -2,10 +2,11 @@
 
 from dsv4.probes.measure.base.plots import MISSING as MISSING  # old places of these names, until 0.4
 from dsv4.probes.measure.base.plots import available as available
-from dsv4.probes.measure.base.plots import canvas, column, finished, grouped, share_axis
+from dsv4.probes.measure.base.plots import canvas, column, finished, share_axis
 from dsv4.probes.measure.base.plots import legend as legend
 from dsv4.probes.measure.base.plots import logarithmic as logarithmic
 from dsv4.probes.measure.base.plots import svg as svg
+from dsv4.probes.measure.base.tables import grouped
 
 
 def draw(document: dict) -> dict[str, str]:

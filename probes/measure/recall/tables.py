@@ -2,8 +2,7 @@
 
 from rich.console import Console
 
-from dsv4.probes.measure.base.plots import grouped
-from dsv4.probes.measure.base.tables import percent, show_end, show_table, show_text, table_of
+from dsv4.probes.measure.base.tables import grouped, percent, show_end, show_table, show_text, table_of
 from dsv4.probes.measure.recall.markdown import layer, needles
 
 COLUMNS = (

@@ -3,8 +3,7 @@
 import re
 
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
-from dsv4.probes.measure.base.plots import grouped
-from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, FOUND, Table, percent, table_of
+from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, FOUND, Table, grouped, percent, table_of
 from dsv4.probes.measure.sparse_prefill.mass import KINDS
 from dsv4.probes.report.markdown import escape
 

@@ -1,8 +1,7 @@
 """The measurement for people: what was found, then every figure, then where it comes from."""
 
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
-from dsv4.probes.measure.base.plots import grouped
-from dsv4.probes.measure.base.tables import BOUNDED, CONTEXT, LAYER, Table, percent, shown, table_of
+from dsv4.probes.measure.base.tables import BOUNDED, CONTEXT, LAYER, Table, grouped, percent, shown, table_of
 from dsv4.probes.measure.termination.document import FAITHFUL, PAYS, idle
 from dsv4.probes.report.markdown import escape
 

@@ -1,6 +1,7 @@
 """The figures as SVG documents; dsv4.probes.measure.base.plots says whether they can be drawn."""
 
-from dsv4.probes.measure.base.plots import canvas, column, finished, grouped, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.base.plots import canvas, column, finished, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.base.tables import grouped
 from dsv4.probes.measure.termination.markdown import SWEPT, longest
 
 FLOOR = 1e-9  # errors below are no points: the line at the bottom says so
