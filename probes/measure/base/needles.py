@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.cache.cache import Cache
+from dsv4.model.causal import CausalLM
 from dsv4.probes.bounds import lower_bound, upper_bound
 from dsv4.probes.measure.base.haystack import chance_of_a_guess, filler, needle_trial
 from dsv4.probes.measure.base.models import Say, is_gqa, reach
@@ -22,7 +23,7 @@ from dsv4.probes.measure.base.settings import QUESTION, Settings
 from dsv4.probes.measure.base.text import Text
 from dsv4.probes.measure.base.variants import Variant
 
-Way = Callable[[TokenCache], AbstractContextManager]
+Way = Callable[[Cache], AbstractContextManager]
 PASS = 16  # tokens of a pass that still counts as decoding
 PIECE = 1024  # tokens of a GQA model's prompts that run at once: no layer of it holds logits of them all
 # last tokens of a prompt that run as decoding: more than a question has, so that none of it is read exactly

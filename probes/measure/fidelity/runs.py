@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.model.causal import CausalLM, TokenCache
+from dsv4.cache.cache import Cache
+from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base.logits import Positions, exact_prefixes, joined, positions
 from dsv4.probes.measure.base.models import Advance, Say
 from dsv4.probes.measure.base.needles import PASS, Limits
@@ -61,7 +62,7 @@ def compare(
     return {v.name: (joined(parts[v.name]), prefixes[v.name]) for v in others}
 
 
-def prefilled(model: CausalLM, variant: Variant, ids: torch.Tensor, tail: int, new: int, chunk: int) -> TokenCache:
+def prefilled(model: CausalLM, variant: Variant, ids: torch.Tensor, tail: int, new: int, chunk: int) -> Cache:
     """A cache that holds what comes before the last token of the prompt, the first T − tail tokens of ids int64 [B, T],
     with room for the whole row and for a continuation of `new` tokens."""
     B, T = ids.shape
@@ -81,7 +82,7 @@ def run(
     new: int,
     chunk: int,
     see: See,
-    cache: TokenCache | None = None,
+    cache: Cache | None = None,
 ) -> torch.Tensor:
     """The greedy continuation int64 [B, new] of the first T − tail tokens of ids [B, T]; see(at, logits [B, n, vocab])
     is given what predicts the row's own tokens T − tail + at …, in order. Variants that act in decoding alone run both
