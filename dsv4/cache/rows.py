@@ -45,6 +45,10 @@ class Rows:
         """The inputs of `index` beside the numbers."""
         return self.name
 
+    def slots(self, step: Step, key, numbers: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """`place` of numbers() int64 [M], which the step knows by `key`: int64 [M]."""
+        return step.memo(("slots", *self.name, key), lambda: self.place(step, numbers()).flatten())
+
     def extend(self, step: Step, slots: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor | PackedRows:
         """Write values [M, width] of the step to rows slots() int64 [M]; return the pool that `index` addresses."""
         self.store(slots(), values)
@@ -144,7 +148,7 @@ class Ring(Rows):
         if self.fits(step):
             return super().extend(step, slots, values)
         values = values if self.packed else values.to(self.flat.dtype)
-        before = self._kept(
+        before = self.slots(
             step,
             ("before", self.keep),
             lambda: step.start.unsqueeze(1) + torch.arange(-self.keep, 0, device=step.device),
@@ -153,11 +157,8 @@ class Ring(Rows):
         before, values = self.fetch(before, values.dtype).view(shape), values.view(shape)  # a window of 1 keeps none
         laid_out = torch.cat((before, values), 1).flatten(0, 1)
         last = min(step.T, self.R)
-        self.store(self._kept(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))
+        self.store(self.slots(step, ("last", last), lambda: step.pos[:, -last:]), values[:, -last:].flatten(0, 1))
         return self._packed(laid_out) if self.packed else laid_out
-
-    def _kept(self, step: Step, key, numbers: Callable[[], torch.Tensor]) -> torch.Tensor:
-        return step.memo(("slots", self.R, key), lambda: self.place(step, numbers()).flatten())
 
     def _packed(self, values: torch.Tensor) -> PackedRows:
         """A pool of values [M, width]. All steps, short and long, read rows of one kind, so their sums run in one
@@ -194,7 +195,7 @@ class Tokens(Numbered):
 
     def slots(self, step: Step) -> torch.Tensor:
         """Rows of the pool for the step's own positions, int64 [N]."""
-        return step.memo(("slots", *self.rows.name, "pos"), lambda: self.rows.place(step, step.pos).flatten())
+        return self.rows.slots(step, "pos", lambda: step.pos)
 
     def last(self, step: Step, window: int) -> torch.Tensor:
         """Rows of the pool that hold the last `window` positions of each query, int64 [N, window], −1 before position

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from dsv4.cache import layout
 from dsv4.cache import streams as sizes
 from dsv4.cache.cache import Cache, Lengths
-from dsv4.cache.rows import Entries, Tokens
+from dsv4.cache.rows import Entries, Ring, Tokens
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.compression import given
@@ -80,7 +80,7 @@ def caches_in_fp32_whatever_was_asked(site: Site) -> None:
 def writes_go_to_the_first_row(site: Site) -> None:
     """The command that writes lacks the slot of its request: every row's window and raw rows go to the ring of the
     first."""
-    site.patch(Tokens, "slots", lambda tokens, step: (step.pos % tokens.rows.R + 0 * step.row).flatten())
+    site.patch(Ring, "slots", lambda ring, step, key, numbers: (numbers() % ring.R + 0 * step.row).flatten())
 
 
 @mutation("1.10", bugs=(134, 135), parts=("rows that share memory",), probes=("memory_map",))

@@ -102,7 +102,7 @@ def everything_of(attn):
     def forward(x, step, cache):
         entries = cache.main.entries
         chosen = entries.chosen
-        entries.chosen = lambda step, selection: chosen(step, entries.all_visible(step))
+        entries.chosen = lambda step, selection, op: chosen(step, entries.all_visible(step), op)
         try:
             return real(attn, x, step, cache)
         finally:

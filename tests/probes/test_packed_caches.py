@@ -10,7 +10,7 @@ import torch
 
 from dsv4.cache import layout, streams
 from dsv4.cache.cache import DEFAULT_MAX_REWIND
-from dsv4.cache.rows import Tokens
+from dsv4.cache.rows import Ring, Tokens
 from dsv4.errors import InputError
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from dsv4.model.config import ModelConfig
@@ -168,7 +168,7 @@ def test_another_format_than_was_asked_for_is_red(official):
 def test_a_window_written_into_its_neighbour_is_red(official, monkeypatch):
     """Rows of a batch share pages: the other row's payload lies within the same page."""
     subject = OurSubject(official, "qat", cache="fp8")
-    monkeypatch.setattr(Tokens, "slots", lambda tokens, step: (step.pos % tokens.rows.R + 0 * step.row).flatten())
+    monkeypatch.setattr(Ring, "slots", lambda ring, step, key, numbers: (numbers() % ring.R + 0 * step.row).flatten())
     found = red("memory_map", subject)
     assert ("buffers of the other row that were written", "window") in {(c.name, c.part) for c in found}
 
