@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import torch
 
+from dsv4.probes import families
 from dsv4.probes.oracle import Oracle, OracleConfig, Weights, kinds, weights_of
 from dsv4.probes.oracle import attention as steps
 from dsv4.probes.oracle.attention import Layer
@@ -85,7 +86,7 @@ def tokens(subject, T: int, seed: int, rows: int = 1) -> torch.Tensor:
 
 def window_of(config) -> int:
     """Tokens of the longest sliding window; 0 where every layer sees all tokens before."""
-    return max((w for w in config.windows if w), default=0) if hasattr(config, "windows") else config.sliding_window
+    return max(families.of(config).windows(config), default=0)
 
 
 def pieces_of(T: int, size: int) -> list[int]:

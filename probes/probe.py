@@ -8,13 +8,14 @@ the public bug behind it, and where its thresholds come from.
 import importlib
 import importlib.util
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 from dsv4.kernels.errors import Dsv4Error
+from dsv4.probes import families
 from dsv4.probes.result import Check, Status, vacuous
-from dsv4.probes.subject import FAMILIES, Subject
+from dsv4.probes.subject import Subject
 
 CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 is beside it)
     "load_ledger",
@@ -61,16 +62,13 @@ class Probe:
     default.
 
     reads: the capture points (`dsv4.probes.subject.POINTS`) that it asks a subject for.
-    needs_of_gqa: what it needs of GQA models, where that is not what it `needs` of others. not_for: families of models
-    (`dsv4.probes.subject.FAMILIES`) that have nothing it could measure, and why.
+    A family of models on which it needs or does something else has a subclass of it in `catalogue/FAMILY/NAME.py`.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     reads: ClassVar[frozenset[str]] = frozenset()
-    needs_of_gqa: ClassVar[frozenset[str] | None] = None
-    not_for: ClassVar[Mapping[str, str]] = {}
     seed: int = 0
     effort: float = 1.0
 
@@ -89,16 +87,31 @@ def probe_named(name: str) -> type[Probe]:
     """The probe class of a file. Raises Dsv4Error listing the names."""
     if name not in available():
         raise Dsv4Error(f"probe {name!r} is unknown; expected one of {', '.join(available())}")
-    module = importlib.import_module(f"dsv4.probes.catalogue.{name}")
-    classes = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Probe) and v is not Probe)
-    return next(v for v in classes if v.name == name)
+    return _defined_in(f"dsv4.probes.catalogue.{name}")
+
+
+def form_for(probe: Probe, subject: Subject) -> Probe:
+    """The probe as the subject's family of models has it: that of `catalogue/FAMILY/NAME.py`, where there is one."""
+    place = f"dsv4.probes.catalogue.{subject.family}.{probe.name}"
+    try:
+        found = importlib.util.find_spec(place)
+    except ModuleNotFoundError:  # the family has no form of any probe
+        found = None
+    form = _defined_in(place) if found else type(probe)
+    return probe if isinstance(probe, form) else form(**{f.name: getattr(probe, f.name) for f in fields(probe)})
+
+
+def _defined_in(place: str) -> type[Probe]:
+    """The probe class that a module defines."""
+    defined = (v for v in vars(importlib.import_module(place)).values() if isinstance(v, type))
+    return next(v for v in defined if issubclass(v, Probe) and v.__module__ == place)
 
 
 def left_out(probe: Probe | type[Probe], subject: Subject) -> str | None:
     """Why a probe does not apply to the subject's family of models, or to what it runs on; None if it does."""
-    why = probe.not_for.get(subject.family)
-    if why is not None:
-        return f"does not apply to {FAMILIES[subject.family]}: {why}"
+    family = families.of(subject)
+    if probe.name in family.lacks:
+        return f"does not apply to {family.title}: {family.lacks[probe.name]}"
     asked = sorted({*probe.needs, probe.name} & set(subject.without))
     return f"does not apply: {subject.without[asked[0]]}" if asked else None
 
@@ -114,8 +127,8 @@ def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
     why = left_out(probe, subject)
     if why is not None:
         return [vacuous(probe.title, why)], 0.0
-    needs = probe.needs_of_gqa if subject.family == "gqa" and probe.needs_of_gqa is not None else probe.needs
-    missing = sorted(needs - subject.can)
+    probe = form_for(probe, subject)
+    missing = sorted(probe.needs - subject.can)
     if missing:
         return [vacuous(probe.title, f"the subject cannot: {', '.join(missing)}")], 0.0
     begun = time.monotonic()

@@ -33,7 +33,6 @@ GQA_POINTS = {  # of GQA models; KV heads of keys and values
     "ffn_out": "[B, T, d]",
     "streams": "[B, T, d], after the layer",
 }
-FAMILIES = {"deepseek_v4": "DeepSeek-V4 models", "gqa": "GQA models"}
 CAPABILITIES = {
     "files": "the checkpoint's tensors and config can be read (`files`)",
     "run": "whole forward passes with captures, in any schedule (`run`)",
@@ -62,10 +61,10 @@ class Capture:
 class Subject:
     """The interface. A subject implements what it `can` and leaves the rest.
 
-    name: for the report; family: one of FAMILIES; config: dsv4.model.config.ModelConfig, of GQA models GQAConfig;
-    numerics: how its numbers are held, by the names of dsv4.model.numerics, or 'bf16' / 'fp32' for others; provenance:
-    what identifies it (paths, versions, hashes); without: capabilities that such a subject cannot have, or probes by
-    name, and why: those probes, and probes that need such a capability, do not apply.
+    name: for the report; family: a name of `dsv4.probes.families.FAMILIES`; config: dsv4.model.config.ModelConfig, of
+    GQA models GQAConfig; numerics: how its numbers are held, by the names of dsv4.model.numerics, or 'bf16' / 'fp32'
+    for others; provenance: what identifies it (paths, versions, hashes); without: capabilities that such a subject
+    cannot have, or probes by name, and why: those probes, and probes that need such a capability, do not apply.
     """
 
     name: str = ""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsv4.errors import InputError
+from dsv4.probes import families
 from dsv4.probes.blame.bisect import Bisection, reference_of
 from dsv4.probes.blame.by_layer import FACTOR, STEP, STEPS, Difference, dtype_of
 from dsv4.probes.blame.causes import WORDS
@@ -60,11 +61,7 @@ def run(
         time.time(),
         open_subject(checkpoint, subject_is, device=device, cache=cache, index_cache=index_cache),
     )
-    if subject.family == "gqa":
-        raise InputError(
-            f"{subject.name} runs a GQA model, which bisect does not take; dsv4 audit run --probe decoder says which "
-            "sublayer is off"
-        )
+    families.of(subject).check_command("bisect", subject.name)
     if not subject.can & {"block", "recorded"}:
         raise InputError(
             f"{subject.name} runs nothing that could be compared; bisect takes ours, transformers, or a dump"

@@ -16,10 +16,10 @@ from dsv4.probes.kernel_audit.acceptance import Truth
 from dsv4.probes.kernel_audit.harness import placed, results_of, taken
 from dsv4.probes.kernel_audit.scene import LIMIT
 from dsv4.probes.probe import Probe
-from dsv4.probes.result import Check, Status, compare, vacuous
-from dsv4.probes.scenes.backend_cases import Case, cases_beside
+from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.scenes.backend_cases import Case
 from dsv4.probes.scenes.compile_ahead import compile_ahead
-from dsv4.probes.scenes.contract_cases import truths
+from dsv4.probes.scenes.contract_cases import cases_beside, truths
 from dsv4.probes.subject import Subject
 
 LIMITS = {  # dtype of the activations → (relative error of a result, why)
@@ -97,15 +97,11 @@ class BackendMatrix(Probe):
             given = name, subject.config, dtype, self.seed
             found += [judged(name, mine, truth, dtype, device) for truth in truths(*given, own)]
             found += [compared(name, mine, wanted, case, dtype, device) for case in cases_beside(*given)]
-        if not found and subject.family == "gqa" and name == "chunked_prefill":
-            return [
-                vacuous(
-                    name,
-                    f"its kernels take heads of a power of two, this model's have {subject.config.head_dim}",
-                    part=name,
-                )
-            ]
-        return found or [Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")]
+        return found or [self._without_inputs(subject, name)]
+
+    def _without_inputs(self, subject: Subject, name: str) -> Check:
+        """What is said of an operation of which there is no case."""
+        return Check(name, Status.ERROR, part=name, note=f"backend_matrix has no inputs for {name}")
 
 
 def judged(name: str, mine: Callable, truth: Truth, dtype: torch.dtype, device: torch.device) -> Check:

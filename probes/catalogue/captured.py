@@ -7,13 +7,15 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache.cache import Cache
-from dsv4.model.gqa.config import GQAConfig
-from dsv4.probes.compare import agreeing, token_errors, tokens, window_of
+from dsv4.model.config import ModelConfig
+from dsv4.probes import families
+from dsv4.probes.compare import agreeing, token_errors, tokens
+from dsv4.probes.families.cache_rows import Buffer
 from dsv4.probes.oracle import kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
-from dsv4.probes.scenes.buffers import Buffer, buffers, made_of_input, poison
-from dsv4.probes.scenes.captured_step import derived
+from dsv4.probes.scenes.buffers import buffers, poison
+from dsv4.probes.scenes.captured_step import Pairs, derived, windows_and_entries
 from dsv4.probes.scenes.control import attempted, chance_of
 from dsv4.probes.subject import Subject
 from dsv4.runtime.graph import DecodeGraph
@@ -79,7 +81,7 @@ class Captured(Probe):
             return [
                 vacuous(self.title, "layers are spread over devices, where nothing is captured", part="captured step")
             ]
-        lengths = starts_of(subject.config)
+        lengths = self._starts(subject.config)
         room = max(lengths) + 24  # no multiple of 128 between: both sides see buffers with equally many entries
         if room > subject.config.max_position_embeddings:
             why = f"{room} tokens are needed, the checkpoint allows {subject.config.max_position_embeddings}"
@@ -87,12 +89,21 @@ class Captured(Probe):
         ids = tokens(subject, room, self.seed, rows=len(lengths))
         held = subject.model.new_cache(len(lengths), room)
         subject.model.append(ids, held, n_new=lengths, logits="none")
-        checks = derived(subject, lengths, STEPS)
+        checks = derived(subject, lengths, STEPS, self._pairs)
         for name, (count, moves) in SCENARIOS.items():
             run = lambda: list(self._scenario(subject, held, name, count, moves))
             found = attempted(LOGITS, name, "captured step", run)
             checks += found if isinstance(found, list) else [found]
         return checks
+
+    @staticmethod
+    def _starts(config) -> list[int]:
+        return starts_of(config)
+
+    @staticmethod
+    def _pairs(*given) -> Pairs:
+        """What layers use of a captured step."""
+        return windows_and_entries(*given)
 
     def _scenario(
         self, subject: Subject, held: Cache, name: str, count: int, moves: tuple[Move, ...]
@@ -195,13 +206,11 @@ class Captured(Probe):
         )
 
 
-def starts_of(config) -> list[int]:
+def starts_of(config: ModelConfig) -> list[int]:
     """Three rows: an empty one, one shortly before 128 tokens, one with more entries than are selected.
 
     The last one does not cross a multiple of 128, so that both sides sum over equally many entries and are equal.
     """
-    if isinstance(config, GQAConfig):
-        return [0, 126, -(-(window_of(config) + 2) // 128) * 128 + 21]
     most = max(
         kinds.CSA * (config.index_topk + 2) if kinds.CSA in config.compress_ratios else 0, config.sliding_window + 2
     )
@@ -244,7 +253,7 @@ def blame(subject: Subject, seen: Seen) -> tuple[str, str, str]:
     step = min(number for number, _, _ in seen.off)
     layer = min(i for number, i, _ in seen.off if number == step)
     found = [stream for number, i, stream in seen.off if (number, i) == (step, layer)]
-    if layer and made_of_input(subject, layer) <= set(found):
+    if layer and families.of(subject).made_of_input(subject.config, layer) <= set(found):
         return (
             f"layer {layer - 1}",
             "captured step, layer output",

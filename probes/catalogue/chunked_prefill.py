@@ -36,7 +36,6 @@ class ChunkedPrefill(Probe):
     name: ClassVar[str] = "chunked_prefill"
     title: ClassVar[str] = "prompts in chunks and a memory"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels", "batch"})
-    not_for: ClassVar[dict[str, str]] = {"deepseek_v4": "its prompts are read by the choice that it has learnt"}
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model

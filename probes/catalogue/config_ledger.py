@@ -40,10 +40,6 @@ class ConfigLedger(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"files"})
 
     def run(self, subject: Subject) -> list[Check]:
-        if subject.family == "gqa":
-            from dsv4.probes.scenes.gqa.config import config_checks
-
-            return config_checks(subject)
         raw, config = subject.files.config, effective_config(subject)
         own = OracleConfig.read(subject.files.path)
         checks = [check for key in flat(raw) for check in self._key(subject, raw, key, config)]

@@ -5,39 +5,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsv4.cost_model import gqa, step
-from dsv4.kernels.block_choice import Policy, dense
-from dsv4.model.gqa.cache import GroupedCache
-from dsv4.model.gqa.choice import Attention
+from dsv4.cost_model import step
 from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe
-from dsv4.probes.result import Check, compare, vacuous
+from dsv4.probes.result import Check, vacuous
 from dsv4.probes.scenes.control import attempted_all
-from dsv4.probes.scenes.cost_audit import grouped, latents, weights
+from dsv4.probes.scenes.cost_audit import latents, weights
 from dsv4.probes.scenes.cost_audit.fitting import fitted
-from dsv4.probes.scenes.cost_audit.mistakes import attention_mistakes, weight_mistakes
+from dsv4.probes.scenes.cost_audit.mistakes import weight_mistakes
 from dsv4.probes.scenes.cost_audit.shapes import Shapes
 from dsv4.probes.scenes.cost_audit.watching import Calls
-from dsv4.probes.scenes.gqa.steps import poisoned
-from dsv4.probes.scenes.patching import kept, wrapped
+from dsv4.probes.scenes.patching import wrapped
 from dsv4.probes.subject import Subject
 from dsv4.runtime.planning import held_tensors
 
-POLICIES = (
-    dense(),
-    Policy("block-16 bound", "bound", 16, 1, 2, 3),
-    Policy("block-16 mean", "mean", 16, 2, 1, 3),
-    Policy("sink and window", None, 16, 1, 5),
-)
-# fewer blocks than are kept; all of them; one token more; blocks to choose from, the last not full
-CONTEXTS = (40, 96, 97, 135)
 BATCHES = (2, 1)
 READ = "rows that an output depends on, and summaries that a choice depends on, × bytes of a row in its storage"
 TREE = (
     "parameters of the loaded modules, each once; of experts those that the router chose, of the embedding and "
     "of tables a row a token"
 )
-ALLOCATED = "sizes of the storages"
 
 
 @dataclass(frozen=True)
@@ -49,27 +36,21 @@ class CostModelProbe(Probe):
     name: ClassVar[str] = "cost_model"
     title: ClassVar[str] = "the cost model of a decode step: bytes that it reads, and rows that are fitted"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels", "batch"})
+    # rows of a batch; more rows may share experts: the cost model then gives an upper bound
+    weight_rows: ClassVar[tuple[int, ...]] = (1,)
 
     def run(self, subject: Subject) -> list[Check]:
         checks = attempted_all("the cost model's weights", "", "cost model, weights", lambda: self._weights(subject))
-        if subject.family == "gqa":
-            with kept(subject.model, "attention"):
-                for policy in POLICIES:
-                    checks += attempted_all(
-                        "the cost model's caches",
-                        policy.name,
-                        "cost model, caches",
-                        lambda: self._grouped(subject, policy),
-                    )
-        else:
-            checks += attempted_all("the cost model's caches", "", "cost model, caches", lambda: self._latents(subject))
+        checks += self._caches(subject)
         return checks + attempted_all("the cost model's fit", "made-up rows", "cost model, fit", fitted)
+
+    def _caches(self, subject: Subject) -> list[Check]:
+        return attempted_all("the cost model's caches", "", "cost model, caches", lambda: self._latents(subject))
 
     def _weights(self, subject: Subject) -> Iterator[Check]:
         model, config = subject.model, subject.config
         held = held_tensors(config, subject.files, model.numerics)
-        # more rows may share experts: the cost model then gives an upper bound
-        for rows in BATCHES if subject.family == "gqa" else (1,):
+        for rows in self.weight_rows:
             with weights.routed(model) as chosen:
                 model.append(tokens(subject, 1, self.seed, rows=rows), model.new_cache(rows, 1))
             found, said = weights.counted(model, rows, chosen), step.weights_read(held, config, rows)
@@ -77,54 +58,6 @@ class CostModelProbe(Probe):
             shapes = Shapes(f"one token of {rows} rows")
             shapes.see(found, said, mistakes, "")
             yield from shapes.checks(TREE, "weights")
-
-    def _grouped(self, subject: Subject, policy: Policy) -> Iterator[Check]:
-        model, config, most = subject.model, subject.config, subject.config.max_position_embeddings
-        contexts = [n for n in CONTEXTS if n <= most]
-        if len(contexts) < len(CONTEXTS):
-            yield vacuous(
-                "bytes of attention",
-                f"{max(CONTEXTS)} tokens are needed, the checkpoint allows {most}",
-                where=policy.name,
-                part="cost model",
-            )
-        model.attention, shapes = Attention(policy), Shapes(policy.name)
-        for batch in BATCHES if contexts else ():
-            ids, cache = tokens(subject, max(contexts), self.seed, rows=batch), poisoned(model, batch, max(contexts))
-            for n in contexts[-1:] if batch == 1 else contexts:
-                if n - 1 > cache.lengths[0]:
-                    model.append(ids[:, cache.lengths[0] : n - 1], cache, logits="none", prompt=True)
-                with Calls(model, (layer.self_attn for layer in model.layers), *grouped.OPERATIONS) as watched:
-                    model.append(ids[:, n - 1 : n], cache, prompt=False)
-                    found = grouped.counted(watched, watched.taken(), n)
-                shape = config, model.numerics, batch, n, policy
-                shapes.see(
-                    found, step.attention_parts(*shape), attention_mistakes(*shape), f"batch {batch}, {n} tokens"
-                )
-        yield from shapes.checks(READ, "attention")
-        if contexts:
-            yield from self._held(subject, policy, cache)
-
-    def _held(self, subject: Subject, policy: Policy, cache: GroupedCache) -> Iterator[Check]:
-        """The bytes of a layer's cache in `dsv4 regime`, which it uses to see what fits: whole tiles, as caches are
-        made."""
-        g, rows = gqa.Geometry.of(subject.config, subject.model.numerics), cache.layers
-        full = [layer for layer in rows if set(layer.tensors) > {"keys", "values"}] or rows
-        slots = full[0].keys.shape[2]
-        said = (
-            g.cache(cache.batch, slots) if len(full[0].tensors) == 2 else gqa.held_bytes(g, policy, cache.batch, slots)
-        )
-        yield compare(
-            "bytes that one layer's cache takes",
-            said,
-            "==",
-            sum(t.untyped_storage().nbytes() for t in full[0].tensors.values()),
-            ALLOCATED,
-            1,
-            unit="B",
-            where=f"{policy.name}, batch {cache.batch}, {slots} slots",
-            part="cost model, bytes held",
-        )
 
     def _latents(self, subject: Subject) -> Iterator[Check]:
         model, c = subject.model, subject.config
@@ -161,9 +94,7 @@ class CostModelProbe(Probe):
                     model.append(ids[:, n - 1 : n], cache)
                     found = latents.counted(c, watched, watched.taken(), scored, model.op.index_scores)
                 shape = c, model.numerics, batch, n
-                shapes.see(
-                    found, step.attention_parts(*shape), attention_mistakes(*shape), f"batch {batch}, {n} tokens"
-                )
+                shapes.see(found, step.attention_parts(*shape), latents.mistakes(*shape), f"batch {batch}, {n} tokens")
         yield from shapes.checks(READ, "attention")
 
 

@@ -1,6 +1,6 @@
 """P21: every sublayer of a GQA model computes its definition, and all of them together its logits. See decoder.md."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +29,6 @@ class Decoder(Probe):
     name: ClassVar[str] = "decoder"
     title: ClassVar[str] = "every sublayer computes its definition"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
-    not_for: ClassVar[Mapping[str, str]] = {
-        "deepseek_v4": "rope, index_oracle, influence, mhc and moe_edges hold their sublayers"
-    }
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, T = gqa.oracle_of(subject), length(subject)

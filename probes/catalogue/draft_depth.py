@@ -31,7 +31,6 @@ class DraftDepth(Probe):
     name: ClassVar[str] = "draft_depth"
     title: ClassVar[str] = "every depth of drafts is as good as one"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "drafts"})
-    needs_of_gqa: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "kernels"})
 
     def run(self, subject: Subject) -> list[Check]:
         checks, most = [], subject.config.max_position_embeddings

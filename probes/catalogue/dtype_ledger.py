@@ -41,10 +41,6 @@ class DtypeLedger(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"files"})
 
     def run(self, subject: Subject) -> list[Check]:
-        if subject.family == "gqa":
-            from dsv4.probes.scenes.gqa.dtypes import dtype_checks
-
-            return [*dtype_checks(subject), *(self._caches(subject) if "kernels" in subject.can else ())]
         checks = [*self._disk(subject)]
         if "run" not in subject.can:
             return checks

@@ -1,18 +1,18 @@
 """P9: attention and selection with extreme counts and values. See edges.md."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from dsv4.probes.oracle.pools import MINUS_INF, attend
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.subject import Subject
 
 SINK = "fp32: a sink counted twice costs 1.3 % or more, eight unmasked zero slots 0.7 % (known bugs, 2.3)"
-MINUS_INF = float("-inf")
 K = 8
 COUNTS = (0, 1, K - 1, K, K + 1, 64)  # entries
 WIDTHS = ((4096, 512), (4096, 1024), (40_000, K), (1 << 20, K))  # (entries, k): known bugs 95, and k of Pro
@@ -25,7 +25,6 @@ class Edges(Probe):
     name: ClassVar[str] = "edges"
     title: ClassVar[str] = "attention and selection at their edges"
     needs: ClassVar[frozenset[str]] = frozenset({"kernels"})
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "its cases are the kernels of CSA, HCA and the indexer"}
 
     def run(self, subject: Subject) -> list[Check]:
         checks = []
@@ -227,23 +226,6 @@ def window_unused(index: torch.Tensor, rows: int) -> torch.Tensor:
     unused = torch.ones(rows, dtype=torch.bool)
     unused[index[index >= 0].flatten()] = False
     return unused
-
-
-def attend(
-    q, window, near, entries, far, sink, scale: float, sinks: float = 1.0, absent: float = MINUS_INF
-) -> torch.Tensor:
-    """Queries [N, H, D] over window[near] and entries[far], −1 skipped, in fp64: the definition.
-
-    By mistake: `sinks` times the sink in the denominator; rows of −1 as keys of zero that score `absent`.
-    """
-    pool = torch.cat((window, entries, entries.new_zeros(1, q.shape[-1]))).double()
-    rows = torch.cat(
-        (torch.where(near < 0, len(pool) - 1, near), torch.where(far < 0, len(pool) - 1, len(window) + far)), 1
-    )
-    missing, keys = torch.cat((near, far), 1) < 0, pool[rows]  # [N, K], [N, K, D]
-    logits = (q.double() @ keys.transpose(1, 2) * scale).masked_fill(missing.unsqueeze(1), absent)
-    own = (sink.double() + (math.log(sinks) if sinks else MINUS_INF)).view(1, -1, 1).expand(len(q), -1, 1)
-    return torch.nan_to_num(torch.softmax(torch.cat((logits, own), -1), -1))[..., :-1] @ keys
 
 
 def blame(

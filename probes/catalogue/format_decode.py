@@ -1,7 +1,7 @@
 """P3: every code under every scale, and every quantised tensor of the file, decoded by two decoders. See
 format_decode.md."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,9 +32,6 @@ class FormatDecode(Probe):
     name: ClassVar[str] = "format_decode"
     title: ClassVar[str] = "number formats decode bit for bit"
     needs: ClassVar[frozenset[str]] = frozenset({"files"})
-    not_for: ClassVar[Mapping[str, str]] = {
-        "gqa": "their weights are dense, without formats; load_ledger decodes every value"
-    }
 
     def run(self, subject: Subject) -> list[Check]:
         return [

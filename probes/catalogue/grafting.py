@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dsv4.cache.linear import Cache
 from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import Request
 from dsv4.errors import OutOfPages, PageError
-from dsv4.kernels.block_choice import Policy
-from dsv4.model.gqa.choice import Attention
 from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
@@ -29,10 +28,8 @@ from dsv4.probes.scenes.cache_contents import (
     summary,
 )
 from dsv4.probes.scenes.control import attempted_all
-from dsv4.probes.scenes.gqa.fitted import FittedCache
 from dsv4.probes.scenes.grafted_rows import Going, Seen, last_grafted, miscounted, state_of
 from dsv4.probes.scenes.grafted_steps import stepping
-from dsv4.probes.scenes.patching import kept
 from dsv4.probes.subject import Subject
 
 SHARED = 2 * BLOCK
@@ -51,7 +48,6 @@ LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK +
 REWIND = 64
 OTHER_LENGTH = 37  # tokens of the requests that take the pages which came free
 RUNS = "a grafted request runs"
-BOUNDS = Policy("bounds of 16", "bound", 16, 1, 2, 3)  # of a GQA model: 96 tokens of 128 and more
 NOBODY = "a page that others hold is copied before it is written: no byte of it changes"
 
 
@@ -64,41 +60,46 @@ class Grafting(Probe):
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "pages"})
 
     def run(self, subject: Subject) -> list[Check]:
-        """GQA models decode by a policy meanwhile, so that summaries of blocks are borrowed too."""
-        if subject.family != "gqa":
-            return self._checks(subject)
-        with kept(subject.model, "attention"):
-            subject.model.attention = Attention(BOUNDS)
-            return self._checks(subject)
-
-    def _checks(self, subject: Subject) -> list[Check]:
         if subject.model.layer_devices is not None:
             return [vacuous(self.title, "layers are spread over devices; a paged cache is on one", part="graft")]
         room = SHARED + sum(LONG) + 8
         if room > subject.config.max_position_embeddings:
             why = f"{room} tokens are needed, the checkpoint allows {subject.config.max_position_embeddings}"
             return [vacuous(self.title, why, part="graft")]
-        case, checks = Case(subject, self.seed, room), []
+        case, checks = Case(subject, self.seed, room, self._plain), []
         for prefix, fate, pieces in SCENARIOS:
             where = f"{prefix} tokens, the donor {fate}"
             checks += attempted_all(RUNS, where, part_of, lambda: Scenario(case, prefix, fate, pieces, where).checks())
-        if subject.family != "gqa" and not len(subject.model.mtp):
-            checks.append(vacuous("a graft of the MTP block", "the subject has none", part="graft, MTP window"))
         return [
             *checks,
+            *self._mtp(subject),
             *attempted_all(RUNS, "which prefix", part_of, lambda: lengths(case)),
-            *attempted_all(
-                RUNS, "captured steps", part_of, lambda: stepping(subject, case.cache(), case.shared, self.seed)
-            ),
+            *attempted_all(RUNS, "captured steps", part_of, lambda: self._stepping(case)),
             *attempted_all(RUNS, "engine", part_of, lambda: engine(case)),
         ]
 
+    @staticmethod
+    def _plain(model, room: int) -> Cache:
+        """A plain cache of one row, whose results are those of a cold request bit for bit."""
+        return model.new_cache(1, room, REWIND)
+
+    def _mtp(self, subject: Subject) -> list[Check]:
+        """Of a model whose block is not there to be grafted."""
+        missing = vacuous("a graft of the MTP block", "the subject has none", part="graft, MTP window")
+        return [] if len(subject.model.mtp) else [missing]
+
+    def _stepping(self, case: "Case") -> Iterator[Check]:
+        cache = case.cache()
+        plain = case.subject.model.new_cache(cache.batch, cache.max_context)
+        return stepping(case.subject, cache, plain, case.shared, self.seed)
+
 
 class Case:
-    """Token ids of the requests, and the results of the borrowers when they run cold."""
+    """Token ids of the requests, and the results of the borrowers when they run cold, on the cache that
+    plain(model, room) makes."""
 
-    def __init__(self, subject: Subject, seed: int, room: int):
-        self.subject, self.room, self._cold = subject, room, {}
+    def __init__(self, subject: Subject, seed: int, room: int, plain: Callable[..., Cache]):
+        self.subject, self.room, self._plain, self._cold = subject, room, plain, {}
         self.shared, self.owns, *self.others = (row.tolist() for row in tokens(subject, room, seed, rows=6))
 
     def ids(self, prefix: int, borrower: int) -> list[int]:
@@ -111,8 +112,7 @@ class Case:
 
     def cold(self, prefix: int, borrower: int, pieces: tuple[int, ...]) -> list[Seen]:
         if (prefix, borrower, pieces) not in self._cold:
-            model, gqa = self.subject.model, self.subject.family == "gqa"
-            plain = FittedCache(model, self.room) if gqa else model.new_cache(1, self.room, REWIND)
+            plain = self._plain(self.subject.model, self.room)
             going = Going(self.subject, plain, 0, self.ids(prefix, borrower))
             going.prefill(prefix)
             self._cold[prefix, borrower, pieces] = going.pieces(pieces)

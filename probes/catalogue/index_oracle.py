@@ -2,7 +2,7 @@
 index_oracle.md."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -82,7 +82,6 @@ class IndexOracle(Probe):
     title: ClassVar[str] = "the indexer scores and selects as specified"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
     reads: ClassVar[frozenset[str]] = frozenset(WANT)
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have no indexer"}
 
     def run(self, subject: Subject) -> list[Check]:
         c = subject.config

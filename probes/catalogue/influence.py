@@ -80,10 +80,6 @@ class Influence(Probe):
     reads: ClassVar[frozenset[str]] = frozenset({"selection", "attn_out"})
 
     def run(self, subject: Subject) -> list[Check]:
-        if subject.family == "gqa":
-            from dsv4.probes.scenes.gqa.influence import influence_checks
-
-            return list(influence_checks(subject, self.seed))
         oracle, checks, T = oracle_of(subject), [], length(subject, self.effort)
         x = heavy_tailed(subject, T, self.seed, rows=2)
         for i in range(subject.config.num_hidden_layers):

@@ -18,8 +18,6 @@ from dsv4.loaders.ledger import LoadLedger, poisoned
 from dsv4.loaders.load import Inventory
 from dsv4.model.families import plan_model
 from dsv4.model.numerics import numerics_named
-from dsv4.probes.oracle.gqa import config_at as gqa_config
-from dsv4.probes.oracle.gqa import tensor_shapes
 from dsv4.probes.oracle.names import places
 from dsv4.probes.oracle.weights import decode, read_header
 from dsv4.probes.probe import Probe
@@ -95,9 +93,7 @@ def ledger_of(subject: Subject) -> LoadLedger:
 
 
 def expected(subject: Subject) -> dict[str, tuple]:
-    """What the config asks for, in the formats that the file is in (of a matrix that the file must have)."""
-    if subject.family == "gqa":
-        return {name: ("", shape) for name, shape in tensor_shapes(gqa_config(subject.files.path)).items()}
+    """See `LoadLedgerProbe._asked`."""
     files, formats = subject.files, subject.files.formats
 
     def form(base: str) -> str:
@@ -146,13 +142,22 @@ class LoadLedgerProbe(Probe):
             *self._values(subject, ledger),
         ]
 
+    def _asked(self, subject: Subject) -> dict[str, tuple]:
+        """Official name → (dtype, shape) of what the config asks for, in the formats that the file is in (of a matrix
+        that the file must have)."""
+        return expected(subject)
+
+    def _places(self, key: str, shape: tuple) -> dict[str, tuple[str, int]]:
+        """Official name → (key of the file, first number) of the tensors that a key of the file holds."""
+        return places(key, shape)
+
     def _names(self, subject: Subject) -> Iterator[Check]:
         """Each key of the files stands for the official tensor that the specification says, and the loader knows it as
         that."""
         wanted = {}
         for shard in subject.files.files.shards:
             for key, (_, shape, *_) in read_header(subject.files.path / shard.name).items():
-                wanted |= {key: (key, 0)} if subject.family == "gqa" else places(key, shape)
+                wanted |= self._places(key, shape)
         found = {n: (s.tensor.key, s.start // DTYPES[s.dtype].itemsize) for n, s in subject.files.sources.items()}
         wrong = [n for n in wanted if found.get(n) != wanted[n]] + [n for n in found if n not in wanted]
         note = "; ".join(
@@ -202,7 +207,7 @@ class LoadLedgerProbe(Probe):
             )
 
     def _expected(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
-        wanted, sources = expected(subject), subject.files.sources
+        wanted, sources = self._asked(subject), subject.files.sources
         yield from named(
             "tensor that the config asks for is in the file",
             [n for n in wanted if n not in sources],

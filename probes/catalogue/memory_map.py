@@ -13,15 +13,13 @@ from dsv4.cache.rows import Entries, Linear
 from dsv4.cache.streams import Stream, cache_streams, zeros
 from dsv4.errors import CapacityError
 from dsv4.model.config import ModelConfig
-from dsv4.model.gqa.cache import cache_streams as gqa_streams
-from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
 from dsv4.probes.compare import tokens, window_of
 from dsv4.probes.oracle import kinds
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.scenes.buffers import buffers
-from dsv4.probes.scenes.gqa.memory import far_keys
 from dsv4.probes.scenes.layouts import PAGE, Packed, packed_streams
 from dsv4.probes.scenes.packed_rows import bytes_of_rows, far_rows
 from dsv4.probes.subject import Subject
@@ -49,17 +47,46 @@ class MemoryMap(Probe):
         for context in sorted({min(c, limit) for c in MEASURED}):
             for batch in (1, 2):
                 checks += self._sizes(subject, batch, context)
-        checks += self._formula(subject, FORMULA_ONLY)
+        checks += self._planning(subject, FORMULA_ONLY)
         if "kernels" in subject.can and hasattr(subject, "model"):
             checks += listed("rows of the cache", "cache", lambda: self._ranges(subject))
             checks += listed("rows of the cache", "cache", lambda: self._rows_apart(subject))
-            if subject.family == "gqa":
-                return [*checks, *listed("rows beyond 2^31", "keys", lambda: [far_keys(subject)])]
-            checks += listed("bytes of packed rows", "packed rows", lambda: bytes_of_rows(subject, self.seed))
-            packed = packed_of(subject)
-            checks += listed("rows beyond 2^31", "entries", lambda: [] if "entries" in packed else [self._far(subject)])
-            checks += listed("rows beyond 2^31", "packed rows", lambda: far_rows(subject, packed))
+            checks += self._beyond(subject)
         return checks
+
+    def _beyond(self, subject: Subject) -> list[Check]:
+        """Packed rows, and rows whose offsets need 64 bits."""
+        packed = packed_of(subject)
+        return [
+            *listed("bytes of packed rows", "packed rows", lambda: bytes_of_rows(subject, self.seed)),
+            *listed("rows beyond 2^31", "entries", lambda: [] if "entries" in packed else [self._far(subject)]),
+            *listed("rows beyond 2^31", "packed rows", lambda: far_rows(subject, packed)),
+        ]
+
+    def _formula(self, subject: Subject, batch: int, context: int, mtp: bool = True) -> dict[tuple[str, str], int]:
+        """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the
+        cache."""
+        return formula(subject.config, WIDTH[subject.numerics], batch, context, mtp, packed_of(subject))
+
+    def _per_token(self, subject: Subject) -> float:
+        """Bytes that a token adds permanently."""
+        return per_token(subject.config, WIDTH[subject.numerics], packed_of(subject))
+
+    def _planned(self, config, context: int, numerics: Numerics) -> list:
+        """Streams of each layer, as the planner sizes them for one row."""
+        return cache_streams(config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
+
+    def _kind(self, config, label: str) -> str:
+        """The kind of a layer, of the MTP block too."""
+        which, i = label.split()
+        ratio = (config.mtp_compress_ratios if which == "mtp" else config.compress_ratios)[int(i)]
+        return ("MTP " if which == "mtp" else "") + kinds.NAMES[ratio]
+
+    def _by_kind(self, config, sizes: dict) -> Counter:
+        total: Counter = Counter()
+        for (label, stream), size in sizes.items():
+            total[self._kind(config, label), stream] += size
+        return total
 
     def _sizes(self, subject: Subject, batch: int, context: int) -> Iterator[Check]:
         """Allocated against the formula: by kind and stream, and which buffer of which layer is off."""
@@ -70,7 +97,7 @@ class MemoryMap(Probe):
             yield vacuous("bytes allocated", str(error), where=where, part="cache")
             return
         mtp = any(label.startswith("mtp") for label, _ in found)
-        wanted = formula(subject.config, WIDTH[subject.numerics], batch, context, mtp, packed_of(subject))
+        wanted = self._formula(subject, batch, context, mtp)
         for key in sorted(set(wanted) | set(found)):
             if wanted.get(key) != found.get(key):
                 yield compare(
@@ -84,10 +111,9 @@ class MemoryMap(Probe):
                     where=f"{key[0]}, {where}",
                     part=key[1],
                 )
-        by_kind = lambda sizes: _by_kind(subject.config, sizes)
-        allocated = by_kind(found)
-        for (kind, stream), size in by_kind(wanted).items():
-            count = sum(_kind(subject.config, label) == kind and name == stream for label, name in wanted)
+        allocated = self._by_kind(subject.config, found)
+        for (kind, stream), size in self._by_kind(subject.config, wanted).items():
+            count = sum(self._kind(subject.config, label) == kind and name == stream for label, name in wanted)
             yield compare(
                 f"bytes of {kind} layers, {stream}",
                 allocated.get((kind, stream), 0),
@@ -111,13 +137,11 @@ class MemoryMap(Probe):
             part="cache",
         )
 
-    def _formula(self, subject: Subject, context: int) -> Iterator[Check]:
+    def _planning(self, subject: Subject, context: int) -> Iterator[Check]:
         """What the planner says against the formula here, without allocating; beyond the model's maximum too."""
         numerics = getattr(getattr(subject, "model", None), "numerics", None)
-        config, width, packed = subject.config, WIDTH[subject.numerics], packed_of(subject)
-        wanted = formula(config, width, 1, context, mtp=True, packed=packed)
-        fixed = sum(formula(config, width, 1, 0, mtp=True, packed=packed).values())
-        note = f"{per_token(config, width, packed):.6g} B a token, and {fixed} B whatever it holds"
+        wanted, fixed = self._formula(subject, 1, context), sum(self._formula(subject, 1, 0).values())
+        note = f"{self._per_token(subject):.6g} B a token, and {fixed} B whatever it holds"
         if context > subject.config.max_position_embeddings:
             note += f"; beyond the {subject.config.max_position_embeddings} tokens that the checkpoint allows"
         where = f"batch 1, context {context}"
@@ -134,10 +158,7 @@ class MemoryMap(Probe):
                 note=note,
             )
             return
-        if subject.family == "gqa":
-            layers = gqa_streams(config, 1, context, numerics)
-        else:
-            layers = cache_streams(config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
+        layers = self._planned(subject.config, context, numerics)
         planned = {(layer.label, s.name): s.nbytes for layer in layers for s in layer.streams}
         off = [key for key in wanted.keys() | planned.keys() if wanted.get(key) != planned.get(key)]
         first = min(off, default=(where, "cache"))
@@ -275,9 +296,7 @@ class MemoryMap(Probe):
 
 
 def packed_of(subject: Subject) -> dict[str, Packed]:
-    """Stream → layout, of the streams that the subject holds packed: none of GQA models."""
-    if subject.family == "gqa":
-        return {}
+    """Stream → layout, of the streams that the subject holds packed."""
     return packed_streams(subject.config, getattr(subject, "caches", ("auto", "auto")))
 
 
@@ -290,16 +309,10 @@ def listed(name: str, part: str, make: Callable[[], Iterable[Check]]) -> list[Ch
 
 
 def formula(
-    config: ModelConfig | GQAConfig, width: int, batch: int, context: int, mtp: bool, packed: dict[str, Packed]
+    config: ModelConfig, width: int, batch: int, context: int, mtp: bool, packed: dict[str, Packed]
 ) -> dict[tuple[str, str], int]:
-    """(layer label, stream) → bytes, with the default room to rewind: written out here, not taken from the cache.
-
-    Rows of packed streams come in pages of 64; those of the window's ring are shared by the rows of the batch. Keys and
-    values of GQA models: a slot a token, in whole blocks of 128, also in layers with a window.
-    """
-    if isinstance(config, GQAConfig):
-        size = batch * config.num_key_value_heads * -(-context // 128) * 128 * config.head_dim * width
-        return {(f"layer {i}", stream): size for i in range(config.num_hidden_layers) for stream in ("keys", "values")}
+    """See `MemoryMap._formula`. Rows of packed streams come in pages of 64; those of the window's ring are shared by
+    the rows of the batch."""
     pages = lambda stream, rows: -(-rows // PAGE) * packed[stream].page
     layers = [(f"layer {i}", r) for i, r in enumerate(config.compress_ratios)]
     layers += [(f"mtp {i}", r) for i, r in enumerate(config.mtp_compress_ratios)] if mtp else []
@@ -319,28 +332,11 @@ def formula(
 
 
 def per_token(config: ModelConfig, width: int, packed: dict[str, Packed]) -> float:
-    """Bytes that a token adds permanently; for packed rows a 64th of a page."""
-    if isinstance(config, GQAConfig):
-        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * width
+    """See `MemoryMap._per_token`; for packed rows a 64th of a page."""
     row = lambda stream, dims: packed[stream].page / PAGE if stream in packed else dims * width
     entry, key = row("entries", config.head_dim), row("index keys", config.index_head_dim)
     csa, hca = (config.compress_ratios.count(ratio) / ratio for ratio in (kinds.CSA, kinds.HCA))
     return csa * (entry + key) + hca * entry
-
-
-def _kind(config: ModelConfig, label: str) -> str:
-    which, i = label.split()
-    if isinstance(config, GQAConfig):
-        return "full" if config.windows[int(i)] is None else "sliding"
-    ratio = (config.mtp_compress_ratios if which == "mtp" else config.compress_ratios)[int(i)]
-    return ("MTP " if which == "mtp" else "") + kinds.NAMES[ratio]
-
-
-def _by_kind(config: ModelConfig, sizes: dict) -> Counter:
-    total: Counter = Counter()
-    for (label, stream), size in sizes.items():
-        total[_kind(config, label), stream] += size
-    return total
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """P16: hyper-connections layer by layer against the oracle, and how the streams grow. See mhc.md."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,10 +39,6 @@ class HyperConnections(Probe):
     title: ClassVar[str] = "hyper-connections mix as the definition does"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
     reads: ClassVar[frozenset[str]] = frozenset(WANT)
-    not_for: ClassVar[Mapping[str, str]] = {
-        "gqa": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the "
-        "definition"
-    }
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, capture, ids, first = run_all(subject, self.seed)

@@ -1,6 +1,5 @@
 """P13: the router and the experts, layer by layer and with extreme numbers. See moe_edges.md."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,7 +29,6 @@ class MoEEdges(Probe):
     title: ClassVar[str] = "routing and experts, and their edges"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
     reads: ClassVar[frozenset[str]] = frozenset(WANT)
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "they have no experts and no router"}
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, capture, ids, first = run_all(subject, self.seed)

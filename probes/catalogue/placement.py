@@ -29,7 +29,6 @@ class Placement(Probe):
     name: ClassVar[str] = "placement"
     title: ClassVar[str] = "a model spread over places is the whole model"
     needs: ClassVar[frozenset[str]] = frozenset({"files", "run", "cache", "kernels"})
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "such models are loaded whole: --device-map is refused for them"}
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model

@@ -1,7 +1,6 @@
 """P17: a recorded run of any implementation, layer by layer against the oracle on its own recorded values. See
 recorded.md."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,7 +28,6 @@ class Recorded(Probe):
     title: ClassVar[str] = "a recorded run is what its own values should give"
     needs: ClassVar[frozenset[str]] = frozenset({"recorded", "files"})
     reads: ClassVar[frozenset[str]] = frozenset(POINTS)
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "their runs are not recorded"}
 
     def run(self, subject: Subject) -> list[Check]:
         oracle, checks = oracle_of(subject), []

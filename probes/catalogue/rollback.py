@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache.cache import DEFAULT_MAX_REWIND
+from dsv4.probes import families
 from dsv4.probes.compare import agreeing, oracle_of, token_errors, tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
@@ -43,7 +44,7 @@ class Rollback(Probe):
         if not mine:
             why = "the subject's cache cannot be asked"
             return [*checks, vacuous("drafts of other tokens, and of the MTP block", why, part="rewinding")]
-        return [*checks, *self._rows(subject), *(self._mtp(subject) if subject.family == "deepseek_v4" else ())]
+        return [*checks, *self._rows(subject), *self._mtp(subject)]
 
     def _again(self, subject: Subject, ids: torch.Tensor, at: int, n: int, where: str) -> Check:
         """The next tokens run, are rewound, and run again."""
@@ -186,9 +187,9 @@ class Rollback(Probe):
 
 
 def places(config) -> list[int]:
-    """Where tokens are forgotten: PLACES, and one before, at and one behind the end of each window of a model (a
-    ModelConfig or a GQAConfig) that ends within the run."""
-    windows = set(config.windows) - {None} if hasattr(config, "windows") else {config.sliding_window}
+    """Where tokens are forgotten: PLACES, and one before, at and one behind the end of each window that ends
+    within the run."""
+    windows = families.of(config).windows(config)
     return sorted(
         {*PLACES, *(at for window in windows for at in (window - 1, window, window + 1) if 0 < at <= LENGTH - TAIL)}
     )

@@ -65,13 +65,8 @@ class Rope(Probe):
     title: ClassVar[str] = "rotations have the right base, pairs, positions and direction"
     needs: ClassVar[frozenset[str]] = frozenset({"layer"})
     reads: ClassVar[frozenset[str]] = frozenset(WANT)
-    needs_of_gqa: ClassVar[frozenset[str]] = frozenset({"files", "run"})
 
     def run(self, subject: Subject) -> list[Check]:
-        if subject.family == "gqa":
-            from dsv4.probes.scenes.gqa.rope import rope_checks
-
-            return list(rope_checks(subject, self.seed))
         oracle, checks = oracle_of(subject), []
         T = min(max(600, 4 * subject.config.sliding_window), subject.config.max_position_embeddings)
         x, rows, schedule = (

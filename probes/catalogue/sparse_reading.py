@@ -55,7 +55,6 @@ class SparseReading(Probe):
     name: ClassVar[str] = "sparse_reading"
     title: ClassVar[str] = "a policy's steps read what it keeps"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels", "rewind", "batch"})
-    not_for: ClassVar[dict[str, str]] = {"deepseek_v4": "such a model has learnt what it reads (index_oracle)"}
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model

@@ -1,6 +1,6 @@
 """P20: speculative decoding keeps what plain decoding would have. See speculation.md."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,10 +43,6 @@ class Speculation(Probe):
     name: ClassVar[str] = "speculation"
     title: ClassVar[str] = "what is kept of drafts is what plain decoding leaves"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "rewind", "batch", "drafts"})
-    not_for: ClassVar[Mapping[str, str]] = {
-        "gqa": "its rounds draft with an MTP block, which they lack; what a rejected draft leaves behind is held by "
-        "rollback"
-    }
 
     def run(self, subject: Subject) -> list[Check]:
         checks = attempted_all(RUNS, "acceptance", "acceptance", lambda: acceptance(self.seed, subject.model.device))

@@ -40,9 +40,6 @@ class TerminationProbe(Probe):
     name: ClassVar[str] = "termination"
     title: ClassVar[str] = "attention stops reading where the rule says"
     needs: ClassVar[frozenset[str]] = frozenset({"run", "cache", "kernels", "rewind", "batch"})
-    not_for: ClassVar[dict[str, str]] = {
-        "deepseek_v4": "its attention reads what it has chosen, and has no rule to stop"
-    }
 
     def run(self, subject: Subject) -> list[Check]:
         model = subject.model

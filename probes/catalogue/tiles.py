@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.probes import families
 from dsv4.probes.compare import agreeing, token_errors, tokens, window_of
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.control import attempted_all, chance_of
 from dsv4.probes.scenes.patching import replaced
-from dsv4.probes.scenes.tile_cases import EVERYWHERE, Limits, TileCase, cases_of
+from dsv4.probes.scenes.tile_cases import EVERYWHERE, Limits, TileCase
 from dsv4.probes.subject import Subject
 
 LIMIT, WHY = 1e-5, "fp32 sums in another order, against the definition in float64"
@@ -38,7 +39,7 @@ class Tiles(Probe):
 
     def run(self, subject: Subject) -> list[Check]:
         checks = []
-        for case in cases_of(subject.family, self.seed):
+        for case in families.of(subject).tile_cases(self.seed):
             part = f"tiles of {NAMES[case.operation]}"
             checks += attempted_all(RUNS, case.label, part, lambda: one(subject, case))
         return [*checks, *attempted_all(RUNS, "a whole model", "tiles, model", lambda: whole(subject, self.seed))]

@@ -2,7 +2,7 @@
 
 See training.md."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -30,7 +30,6 @@ class Training(Probe):
     title: ClassVar[str] = "the training backend computes the model, and its derivatives are right"
     needs: ClassVar[frozenset[str]] = frozenset({"training", "files", "run"})
     reads: ClassVar[frozenset[str]] = frozenset(POINTS)
-    not_for: ClassVar[Mapping[str, str]] = {"gqa": "their training backend is not audited"}
 
     def run(self, subject: Subject) -> list[Check]:
         T = min(max(TOKENS, 4 * (subject.config.index_topk + 2)), subject.config.max_position_embeddings)

@@ -4,18 +4,15 @@ Where a row lies is worked out here from positions, tables and page sizes; neith
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache, Snapshot
-from dsv4.model.gqa.cache import BLOCK, GroupedCache
+from dsv4.probes import families
 from dsv4.probes.compare import agreeing
-from dsv4.probes.oracle import kinds
+from dsv4.probes.families.cache_rows import Held, Rows
 from dsv4.probes.result import Check, compare
-from dsv4.probes.scenes.buffers import UNWRITTEN, Buffer, buffers, head_buffers, made_of_input
-from dsv4.probes.scenes.layouts import PAGE, Packed, packed_streams
 from dsv4.probes.subject import Subject
 
 PARTS = {
@@ -34,24 +31,6 @@ PARTS = {
 SAME = "the same operations on the same numbers in the same order: equal bytes, whatever the numerics"
 
 
-@dataclass(frozen=True)
-class Held:
-    """Rows of one stream of one layer: raw uint8 [n, bytes] without what pads scales; of numbers of `dtype`, or
-    packed."""
-
-    raw: torch.Tensor
-    dtype: torch.dtype
-    packed: Packed | None = None
-
-    @property
-    def values(self) -> torch.Tensor:
-        """float64 [n, width]."""
-        return self.raw.contiguous().view(self.dtype).double() if self.packed is None else self.packed.decode(self.raw)
-
-
-Rows = dict[tuple[str, str], Held]  # (layer label, stream as in PARTS) → rows, in order of layers
-
-
 def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int = 0) -> Rows:
     """What batch row b of `length` tokens and `mtp_length` entries of the MTP block may read from its next token on.
 
@@ -59,109 +38,13 @@ def visible(subject: Subject, cache: Cache, b: int, length: int, mtp_length: int
     """
     if isinstance(cache, PagedCache):
         pages = {name: dict(enumerate(table.physical[b].tolist())) for name, table in cache.tables.items()}
-        return of_pages(subject, cache, pages, length, mtp_length)
-    if isinstance(cache, GroupedCache):
-        return {
-            (buffer.label, buffer.stream): held(
-                buffer.rows(b, tokens_read(subject, buffer.label, buffer.each, length)), buffer.tensor.dtype, None
-            )
-            for buffer in head_buffers(cache)
-        }
-    found = {}
-    for buffer in buffers(subject, cache):
-        at = positions(subject, buffer.label, buffer.stream, ratio_of(cache, buffer.label), length, mtp_length)
-        if at is not None:
-            raw = buffer.rows(b, (at if buffer.ratio else at % buffer.slots).to(buffer.tensor.device))
-            found[key(buffer.label, buffer.stream)] = held(raw, buffer.tensor.dtype, buffer.packed)
-    return found
-
-
-def of_pages(
-    subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int, mtp_length: int
-) -> Rows:
-    """What a row or a snapshot that holds `pages` may read from its next token on. pages: group → logical page →
-    physical page, 0 for none."""
-    if subject.family == "gqa":
-        return of_head_pages(subject, cache, pages, length)
-    packed, found = packed_streams(subject.config, subject.caches), {}
-    for plan, layer in zip(cache.plan, cache.layers + cache.mtp_layers, strict=True):
-        for stream, tensor in layer.tensors.items():
-            at, group = (
-                positions(subject, plan.label, stream, plan.ratio, length, mtp_length),
-                cache.groups[layer.groups[stream]],
-            )
-            if at is None:
-                continue
-            page = torch.tensor([pages[group.name].get(int(p) // group.rows, 0) for p in at], dtype=torch.int64)
-            form = packed.get(stream)
-            buffer = Buffer(plan.label, stream, tensor, 1, group.rows, form)  # a pool is one run of rows
-            rows = page * (PAGE if form else group.rows) + at % group.rows
-            raw = buffer.rows(0, rows.to(tensor.device)).clone()
-            raw[page.to(raw.device) == 0] = UNWRITTEN
-            found[key(plan.label, stream)] = held(raw, tensor.dtype, form)
-    return found
-
-
-def of_head_pages(subject: Subject, cache: PagedCache, pages: dict[str, dict[int, int]], length: int) -> Rows:
-    """`of_pages` of a GQA model: a page holds tokens, or blocks of them, of every KV head."""
-    found = {}
-    for plan, layer in zip(cache.plan, cache.layers, strict=True):
-        for stream, pool in layer.tensors.items():
-            rows, table = pool.shape[2], pages[layer.groups[stream]]
-            at = tokens_read(subject, plan.label, BLOCK // rows, length)
-            page = torch.tensor([table.get(int(p) // rows, 0) for p in at], dtype=torch.int64)
-            raw = (
-                pool[page.to(pool.device), :, (at % rows).to(pool.device)]
-                .contiguous()
-                .view(torch.uint8)
-                .flatten(1)
-                .clone()
-            )
-            raw[page.to(raw.device) == 0] = UNWRITTEN
-            found[plan.label, stream] = held(raw, pool.dtype, None)
-    return found
-
-
-def tokens_read(subject: Subject, label: str, each: int, length: int) -> torch.Tensor:
-    """int64: of a layer of a GQA model, the tokens that its next step may read, or whole blocks of `each` tokens: one
-    that is not whole is summarised again before it is read."""
-    window = subject.model.config.windows[int(label.rpartition(" ")[2])]
-    return torch.arange(0 if window is None else max(0, length - window + 1) // each, length // each)
+        return families.of(subject).of_pages(subject, cache, pages, length, mtp_length)
+    return families.of(subject).visible(subject, cache, b, length, mtp_length)
 
 
 def of_snapshot(subject: Subject, cache: PagedCache, snapshot: Snapshot) -> Rows:
     """The prefix that a snapshot holds."""
-    return of_pages(subject, cache, snapshot.pages, snapshot.length, snapshot.mtp_length)
-
-
-def positions(
-    subject: Subject, label: str, stream: str, ratio: int, length: int, mtp_length: int
-) -> torch.Tensor | None:
-    """int64: tokens, or entries, whose rows may be read; None for blocks that nothing runs (beyond the first MTP
-    block)."""
-    if label.startswith("mtp"):
-        if label != "mtp 0":
-            return None
-        length = mtp_length
-    if stream == "window":
-        return torch.arange(max(0, length - subject.config.sliding_window + 1), length)
-    if stream.endswith("raw rows"):
-        overlap = (kinds.OVERLAP[ratio] - 1) * ratio
-        return torch.arange(max(0, length // ratio * ratio - overlap), length)
-    return torch.arange(length // ratio)
-
-
-def ratio_of(cache: Cache, label: str) -> int:
-    return next(plan.ratio for plan in cache.plan if plan.label == label)
-
-
-def key(label: str, stream: str) -> tuple[str, str]:
-    return label, f"mtp {stream}" if label.startswith("mtp") else stream
-
-
-def held(raw: torch.Tensor, dtype: torch.dtype, packed: Packed | None) -> Held:
-    raw = raw.cpu()
-    return Held(raw if packed is None else raw[:, : packed.payload + packed.used], dtype, packed)
+    return families.of(subject).of_pages(subject, cache, snapshot.pages, snapshot.length, snapshot.mtp_length)
 
 
 # ---- comparing ----------------------------------------------------------------------------
@@ -200,7 +83,7 @@ def first_of(subject: Subject, bad: dict[tuple[str, str], int]) -> tuple[str, st
     streams = [stream for at, stream in bad if at == label]
     if not label.startswith("mtp"):
         layer = int(label.rpartition(" ")[2])
-        if layer and made_of_input(subject, layer) <= set(streams):
+        if layer and families.of(subject).made_of_input(subject.config, layer) <= set(streams):
             return f"layer {layer - 1}", "layer output"
     return label, PARTS[next(stream for stream in PARTS if stream in streams)]
 

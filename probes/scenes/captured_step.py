@@ -4,6 +4,8 @@ host.
 The tensor of starts is made once and rewritten for every step, as for a replay.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 from dsv4.cache.cache import DEFAULT_MAX_REWIND
@@ -13,11 +15,15 @@ from dsv4.probes.subject import Subject
 
 SOURCE = "arithmetic on the positions (specification 3: visibility, compressor, RoPE)"
 SIZES = (1, 5)
+Pairs = Iterator[tuple[str, torch.Tensor, torch.Tensor]]  # part, found, wanted
 ANGLE = 1e-3  # radians of fp32 angles of some hundred positions
 
 
-def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
-    """Steps of one and of five tokens at lengths, lengths + 1, …: rows of a batch are at different residues."""
+def derived(subject: Subject, lengths: list[int], steps: int, pairs: Callable) -> list[Check]:
+    """Steps of one and of five tokens at lengths, lengths + 1, …: rows of a batch are at different residues.
+
+    pairs(subject, step, starts, T, cache): of everything that layers use of such a step (part, found, wanted).
+    """
     off: dict[str, list[str]] = {
         part: []
         for part in (
@@ -40,9 +46,7 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
             ids = torch.zeros(len(lengths), T, dtype=torch.int64, device=start.device)
             try:
                 step = CapturedStep(ids, start, cache.max_context, subject.model.rope_frequencies())
-                if subject.family == "deepseek_v4":
-                    cache.place(step, subject.model.op)  # if the backend computes all of it at once
-                for part, found, wanted in _pairs(subject, step, starts, T, cache):
+                for part, found, wanted in pairs(subject, step, starts, T, cache):
                     counts[part] += 1
                     if not _equal(found, wanted):
                         off[part].append(f"{T} tokens at {starts}")
@@ -69,18 +73,22 @@ def derived(subject: Subject, lengths: list[int], steps: int) -> list[Check]:
     ]
 
 
-def _pairs(subject: Subject, step: CapturedStep, starts: list[int], T: int, cache):
-    """(part, found, wanted) of everything that layers use from a step."""
-    config, B = subject.config, len(starts)
+def places(subject: Subject, step: CapturedStep, starts: list[int], T: int, cache) -> Pairs:
+    """(part, found, wanted) of positions and rotations."""
     pos = torch.tensor(starts).unsqueeze(1) + torch.arange(T)
     yield "positions", step.pos, pos
     for base, f in subject.model.rope_frequencies().items():
         yield "rotation", step.cis(base), _rotation(pos.flatten(), f)
-        if subject.family == "deepseek_v4":
-            yield "rotation", step.inverse_cis(base), _rotation(-pos.flatten(), f)
-    if subject.family == "gqa":
-        yield "positions", step.start, pos[:, 0]
-        return
+
+
+def windows_and_entries(subject: Subject, step: CapturedStep, starts: list[int], T: int, cache) -> Pairs:
+    """`places`, the rotation back, and rows of windows and of entries."""
+    config, B = subject.config, len(starts)
+    pos = torch.tensor(starts).unsqueeze(1) + torch.arange(T)
+    cache.place(step, subject.model.op)  # if the backend computes all of it at once
+    yield from places(subject, step, starts, T, cache)
+    for base, f in subject.model.rope_frequencies().items():
+        yield "rotation", step.inverse_cis(base), _rotation(-pos.flatten(), f)
     W, R = config.sliding_window, config.sliding_window + DEFAULT_MAX_REWIND
     ring, row = cache.layers[0].window, torch.arange(B).unsqueeze(1)
     yield "window slots", ring.slots(step), (pos % R + row * R).flatten()

@@ -15,11 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.kernels.fusions import COMPOSITIONS
-from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.model.config import ModelConfig
 from dsv4.model.gqa.config import GQAConfig
-from dsv4.model.gqa.model import GQA_COMPOSITIONS
+from dsv4.probes import families
 from dsv4.probes.kernel_audit.harness import placed
 from dsv4.probes.machine import usable_processors
 from dsv4.probes.scenes.contract_cases import calls
@@ -37,12 +35,8 @@ class Piece(NamedTuple):
     turn: int
 
 
-def tables_of(config: ModelConfig | GQAConfig) -> tuple[dict, dict]:
-    """Operations and compositions that a model of this config binds."""
-    return (GQA_OPERATIONS, GQA_COMPOSITIONS) if isinstance(config, GQAConfig) else (OPERATIONS, COMPOSITIONS)
-
-
-def pieces(dtypes: Iterable[torch.dtype], tables: tuple[dict, dict] = (OPERATIONS, COMPOSITIONS)) -> list[Piece]:
+def pieces(dtypes: Iterable[torch.dtype], tables: tuple[dict, dict]) -> list[Piece]:
+    """Of operations and compositions, as `ProbedFamily.tables` gives them."""
     names = sorted({**tables[0], **tables[1]}, key=lambda name: name not in HEAVY)
     return [Piece(name, dtype, turn) for name in names for turn in range(TURNS) for dtype in dtypes]
 
@@ -50,7 +44,7 @@ def pieces(dtypes: Iterable[torch.dtype], tables: tuple[dict, dict] = (OPERATION
 def run_piece(config: ModelConfig | GQAConfig, piece: Piece, backend: str, device: str, seed: int) -> int:
     """The number of calls that returned. Results and errors are dropped."""
     torch.set_num_threads(1)
-    operations, compositions = tables_of(config)
+    operations, compositions = families.of(config).tables()
     mine, done = (operations | compositions)[piece.name].implementations.get(backend), 0
     if mine is None:
         return 0
@@ -74,7 +68,7 @@ def compile_ahead(
     if parent_process() is not None:
         return 0
     dtypes = tuple(dtypes)
-    work = [(config, piece) for config in configs for piece in pieces(dtypes, tables_of(config))]
+    work = [(config, piece) for config in configs for piece in pieces(dtypes, families.of(config).tables())]
     work.sort(key=lambda pair: pair[1].name not in HEAVY)
     with (
         suppress(BrokenProcessPool),

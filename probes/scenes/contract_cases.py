@@ -14,9 +14,11 @@ from dsv4.kernels.quantize import PackedWeight
 from dsv4.kernels.widths import Widths
 from dsv4.model.config import ModelConfig
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.probes import families
 from dsv4.probes.kernel_audit.acceptance import Truth, truth_of
 from dsv4.probes.kernel_audit.harness import taken
-from dsv4.probes.scenes.backend_cases import cases_beside
+from dsv4.probes.scenes.backend_cases import TOKENS, Inputs
+from dsv4.probes.scenes.backend_cases import Case as CaseBeside
 
 KEPT = 1 << 20  # numbers of a matrix of every expert
 Config = ModelConfig | GQAConfig
@@ -41,6 +43,15 @@ def contract_cases(
         if traits - seen:
             seen |= traits
             yield case
+
+
+def cases_beside(name: str, config: Config, dtype: torch.dtype, seed: int) -> Iterator[CaseBeside]:
+    """Cases of the operation or composition called `name` for each of `TOKENS`; none if contracts have them all."""
+    make = families.of(config).cases().get(name)
+    for tokens in TOKENS if make else ():
+        i = Inputs(config, tokens, dtype, seed)
+        for how, arguments, *more in make(i):
+            yield CaseBeside(", ".join(filter(None, (i.label, how))), arguments, *more)
 
 
 def _form(value):

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from dsv4.probes import families
+
 
 def answer(subject, ids: torch.Tensor, schedule: list[int]) -> dict[str, torch.Tensor]:
     """Logits, and the selection of each layer that has one, of one run."""
-    want = () if subject.family == "gqa" else ("selection",)
-    capture = subject.run(ids, schedule, want)
+    capture = subject.run(ids, schedule, families.of(subject).chosen)
     points = {f"layer {layer}": value for (layer, _), value in sorted(capture.points.items())}
     return {"logits": capture.logits.cpu().contiguous()} | {k: v.cpu().contiguous() for k, v in points.items()}
 

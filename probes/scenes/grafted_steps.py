@@ -23,14 +23,12 @@ PART = "captured step on pages"
 STAYS = "steps append: what rows held before stays, in whoever's pages it lies"
 
 
-def stepping(subject: Subject, cache: PagedCache, prefix: list[int], seed: int) -> Iterator[Check]:
+def stepping(subject: Subject, cache: PagedCache, plain: Cache | None, prefix: list[int], seed: int) -> Iterator[Check]:
     """Of a prefix that ends within a page of entries: a step of two tokens completes none, and the entry that it does
-    not complete would lie where the donor has one. Held against `append` on a plain cache, but for GQA models, whose
-    policies may choose otherwise by a rounding."""
+    not complete would lie where the donor has one. Held against `append` on a plain cache, where there is one."""
     B, tree = cache.batch, PrefixTree(cache)
     own = tokens(subject, cache.max_context, seed + 1, rows=B).tolist()
     ids = [prefix[:BLOCK] + row[: cache.max_context - BLOCK] for row in own]
-    plain = None if subject.family == "gqa" else subject.model.new_cache(B, cache.max_context)
     for b, ahead in enumerate(AHEAD):
         for held in (cache, plain):
             if held is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import Dsv4Error, InputError
+from dsv4.probes import families
 from dsv4.probes.audit import open_subject
 from dsv4.probes.inputs import ids_for
 from dsv4.probes.probe import BESIDE, CATALOGUE, applying, probe_named
@@ -36,7 +37,8 @@ class Conformance:
 def run(checkpoint: Path, kind: str, tokens: int | None, say: Callable[[str], None]) -> int:
     """The exit code: 0 if all that is given is right, 1 if not. Raises InputError where nothing can be run."""
     subject = open_subject(checkpoint, kind)
-    if subject.family != "deepseek_v4" or "run" not in subject.can:
+    families.of(subject).check_command("conform", subject.name)
+    if "run" not in subject.can:
         raise InputError(
             f"{subject.name} is no subject that runs a DeepSeek-V4 model; conform takes PACKAGE.MODULE:FACTORY, ours "
             "or transformers"

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import Dsv4Error, InputError
+from dsv4.probes import families
 from dsv4.probes.subject import CAPABILITIES, Capture, Subject
-from dsv4.probes.subjects.answers import Answer, answer_of
+from dsv4.probes.subjects.answers import Answer
 from dsv4.probes.subjects.dump import steps_of
 from dsv4.probes.subjects.files import FilesSubject
 
@@ -98,9 +99,7 @@ class ForeignSubject(Subject):
         return self.made.cache_bytes(batch, max_context)
 
     def _as_answer(self, result, ids: torch.Tensor) -> Answer:
-        if self.family == "gqa":  # points of another table, which nothing here holds against a config
-            return Answer(result, [], {})
-        return answer_of(result, self.config, *ids.shape)
+        return families.of(self).answer(result, self.config, *ids.shape)
 
 
 def _call(run: Callable, name: str, ids: torch.Tensor, given: dict):

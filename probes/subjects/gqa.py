@@ -29,6 +29,10 @@ class OurGQASubject(OurSubject):
     can = frozenset({"files", "run", "layer", "rewind", "batch", "cache", "pages", "kernels"})
     tables = GQA_OPERATIONS, GQA_COMPOSITIONS
 
+    @staticmethod
+    def check_caches(numerics: str, cache: str, index_cache: str) -> None:
+        """Loading such a model refuses every packed cache."""
+
     def _run(
         self, ids: torch.Tensor, steps: list[tuple[int, int]], want: frozenset[str], see: Callable | None = None
     ) -> Capture:

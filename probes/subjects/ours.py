@@ -57,11 +57,7 @@ class OurSubject(Subject):
         index_cache: str = "auto",
         kernels: Mapping[str, Replacement] = MappingProxyType({}),
     ):
-        if self.family != "gqa" and numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
-            raise InputError(
-                "an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
-                f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)"
-            )
+        self.check_caches(numerics, cache, index_cache)
         stored = FilesSubject(path)
         self.files, self.config, self.numerics, self.caches = (
             stored.files,
@@ -89,6 +85,15 @@ class OurSubject(Subject):
             "index cache": index_cache,
         }
         self._pieces: dict[str, Piece] | None = None
+
+    @staticmethod
+    def check_caches(numerics: str, cache: str, index_cache: str) -> None:
+        """Raises InputError for packed caches whose rounding the oracle of these numerics does not share."""
+        if numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
+            raise InputError(
+                "an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
+                f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)"
+            )
 
     @property
     def operations(self) -> dict:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dsv4.errors import InputError
 from dsv4.loaders.errors import WriteError
+from dsv4.probes import families
 from dsv4.probes.audit import open_subject
 from dsv4.probes.report.provenance import checkpoint_path, commit, without_paths
 from dsv4.probes.subject import POINTS, Capture, Subject
@@ -33,11 +34,7 @@ def run(
     if out.suffix != ".safetensors":
         raise InputError(f"--out is {out.name!r}; expected a name that ends in .safetensors")
     subject = open_subject(checkpoint, kind, device=device, cache=cache, index_cache=index_cache)
-    if subject.family == "gqa":
-        raise InputError(
-            f"{subject.name} runs a GQA model, whose runs are not recorded: dumps have the points of DeepSeek-V4 "
-            "models; audit it as it runs"
-        )
+    families.of(subject).check_command("record", subject.name)
     if "run" not in subject.can:
         raise InputError(f"{subject.name} cannot run, so there is nothing to record; take ours or transformers")
     file, size = record(subject, ids_of(subject), points or list(POINTS), out)

@@ -19,7 +19,7 @@ from dsv4.probes.catalogue.captured import SCENARIOS, Captured, exactly, starts_
 from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
-from dsv4.probes.scenes.backend_cases import cases_beside
+from dsv4.probes.scenes.contract_cases import cases_beside
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
 from dsv4.runtime.graph import DecodeGraph

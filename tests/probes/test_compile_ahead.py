@@ -16,7 +16,7 @@ from dsv4.probes.scenes.compile_ahead import TURNS, Piece, pieces, run_piece
 
 
 def test_every_operation_and_composition_is_a_piece_for_each_turn_and_dtype():
-    found = pieces((torch.float32, torch.bfloat16))
+    found = pieces((torch.float32, torch.bfloat16), (OPERATIONS, COMPOSITIONS))
     assert len(found) == len(set(found)) == 2 * TURNS * (len(OPERATIONS) + len(COMPOSITIONS))
     assert {p.name for p in found[:8]} <= set(compile_ahead.HEAVY) <= {p.name for p in found}
 

@@ -15,13 +15,14 @@ from dsv4.kernels.block_choice import block_bounds, dense
 from dsv4.kernels.grouped_attention import grouped_attention
 from dsv4.model.numerics import numerics_named
 from dsv4.probes.audit import open_subject
-from dsv4.probes.catalogue.cost_model import POLICIES, CostModelProbe
+from dsv4.probes.catalogue.cost_model import CostModelProbe
+from dsv4.probes.catalogue.gqa.cost_model import POLICIES
 from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute
 from dsv4.probes.result import Status
-from dsv4.probes.scenes.cost_audit import grouped, weights
+from dsv4.probes.scenes.cost_audit import grouped, latents, weights
 from dsv4.probes.scenes.cost_audit.fitting import SHAPES, made
-from dsv4.probes.scenes.cost_audit.mistakes import attention_mistakes, weight_mistakes
+from dsv4.probes.scenes.cost_audit.mistakes import weight_mistakes
 from dsv4.probes.scenes.cost_audit.shapes import Shapes
 from dsv4.probes.scenes.cost_audit.watching import Called, Calls, read_rows, row_bytes
 from dsv4.probes.selftest.run import named, texts_of
@@ -144,7 +145,7 @@ def test_what_cannot_be_asked_is_vacuous(profiles):
 @pytest.mark.parametrize("fault", [m for m in FAULTS if m.name in TRIED], ids=lambda m: m.name.replace(" ", "-"))
 def test_a_fault_is_named(profiles, monkeypatch, tmp_path, fault):
     """Where GQA models read every block and where they choose: the other policies show no more of these."""
-    monkeypatch.setattr("dsv4.probes.catalogue.cost_model.POLICIES", POLICIES[:2])
+    monkeypatch.setattr("dsv4.probes.catalogue.gqa.cost_model.POLICIES", POLICIES[:2])
     site = Site(shutil.copytree(profiles[fault.profile], tmp_path / "copy"))
     try:
         fault.plant(site)
@@ -220,16 +221,16 @@ def test_weights_are_those_that_were_chosen(profiles):
 def test_no_mistake_is_what_a_sound_bill_says(profiles):
     """A mistake that gives the right bytes at every shape would explain nothing."""
     packed = numerics_named("qat").with_caches("fp8", "fp4")
-    for name, numerics, policy in (
-        ("yarn", numerics_named("fp32"), block_bounds(96, 16)),
-        ("default", packed, dense()),
+    for name, numerics, policy, mistakes in (
+        ("yarn", numerics_named("fp32"), block_bounds(96, 16), grouped.mistakes),
+        ("default", packed, dense(), lambda *shape: latents.mistakes(*shape[:4])),
     ):
         config, seen = open_subject(profiles[name], "files").config, {}
         for n in (5, 97, 130, 700):
             right = Counter()
             for parts in step.attention_parts(config, numerics, 2, n, policy):
                 right.update(parts)
-            for part, causes in attention_mistakes(config, numerics, 2, n, policy).items():
+            for part, causes in mistakes(config, numerics, 2, n, policy).items():
                 for cause, nbytes in causes.items():
                     seen[part, cause] = seen.get((part, cause), False) or nbytes != right[part]
         assert len(seen) > 15 and all(seen.values()), [key for key, differs in seen.items() if not differs]

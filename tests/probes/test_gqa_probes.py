@@ -11,6 +11,7 @@ import torch
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.model.gqa.cache import LayerRows
 from dsv4.model.gqa.model import GQAModel
+from dsv4.probes import families
 from dsv4.probes.audit import audit, open_subject
 from dsv4.probes.catalogue.backend_matrix import compared, dtypes_of, judged
 from dsv4.probes.faults import Site, profile
@@ -18,9 +19,9 @@ from dsv4.probes.oracle.gqa import GQAOracle, other_variant
 from dsv4.probes.probe import BESIDE, CATALOGUE, applying, available, execute, left_out, probe_named
 from dsv4.probes.report import json_report, markdown
 from dsv4.probes.result import Status, worst
-from dsv4.probes.scenes.backend_cases import cases_beside
+from dsv4.probes.scenes.contract_cases import cases_beside
 from dsv4.probes.scenes.buffers import buffers, poison
-from dsv4.probes.scenes.compile_ahead import Piece, pieces, run_piece, tables_of
+from dsv4.probes.scenes.compile_ahead import Piece, pieces, run_piece
 from dsv4.probes.scenes.contract_cases import truths
 from dsv4.probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
@@ -325,7 +326,7 @@ def test_every_operation_has_cases_that_run_and_that_a_changed_kernel_fails(prof
 
 def test_kernels_are_compiled_ahead_at_its_widths(profiles):
     config = open_subject(profiles / "mistral", "files").config
-    named = {piece.name for piece in pieces((torch.float32,), tables_of(config))}
+    named = {piece.name for piece in pieces((torch.float32,), families.of(config).tables())}
     assert named == {*GQA_OPERATIONS, "linears"}
     # forms of `training` run on a CPU
     assert run_piece(config, Piece("rotary_rows", torch.float32, 1), "training", "cpu", 0) >= 2

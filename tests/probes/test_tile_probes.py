@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 
+from dsv4.probes import families
 from dsv4.probes.catalogue import fresh_process, placement, tiles
 from dsv4.probes.faults import Site, catalogue, profile
 from dsv4.probes.probe import execute, left_out, probe_named
 from dsv4.probes.result import Status
 from dsv4.probes.scenes.control import attempted_all
-from dsv4.probes.scenes.tile_cases import cases_of
 from dsv4.probes.selftest import run as selftest
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.opening import open_ours
@@ -57,7 +57,7 @@ def planted(official, llama3, tmp_path):
 
 
 def operations(subject):
-    return [check for case in cases_of(subject.family, 0) for check in tiles.one(subject, case)]
+    return [check for case in families.of(subject).tile_cases(0) for check in tiles.one(subject, case)]
 
 
 def parts(checks) -> set[str]:
@@ -89,8 +89,8 @@ def test_tiles_are_green(official, llama3, numerics, backend):
 
 
 def test_cases_have_several_tiles_and_a_part_of_one():
-    for family in ("deepseek_v4", "gqa"):
-        for case in cases_of(family, 0):
+    for family in families.FAMILIES.values():
+        for case in family.tile_cases(0):
             n = case.wanted.shape[case.axis]
             assert case.operation == "grouped_linear" or n > 2 * case.tile and n % case.tile, case.label
 

@@ -4,6 +4,10 @@ from collections import Counter
 
 import torch
 
+from dsv4.kernels.block_choice import Policy, dense
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.numerics import Numerics
+from dsv4.probes.scenes.cost_audit.mistakes import Mistakes
 from dsv4.probes.scenes.cost_audit.watching import Called, Calls, changed, row_bytes
 
 OPERATIONS = ("grouped_attention", "gather_attention", "choose_blocks")
@@ -83,3 +87,33 @@ def _summaries(watched: Calls, call: Called) -> dict[str, int]:
             size += int((best == n).sum()) * row_bytes(pool)
             pool[:, :, n] = held
     return {"block summaries": size}
+
+
+def mistakes(c: GQAConfig, numerics: Numerics, batch: int, context: int, policy: Policy = dense()) -> Mistakes:
+    """Of the attention of a step at `context` tokens a row."""
+    vector, block = batch * c.head_dim * numerics.cache.itemsize, policy.block
+    blocks, full = -(-context // block), sum(w is None for w in c.windows)
+    kept = context if policy.dense else min(context, (min(policy.kept, blocks) - 1) * block + (context - 1) % block + 1)
+    whole = context if policy.dense else min(policy.kept, blocks) * block
+    near = sum(min(w, context) for w in c.windows if w is not None)
+    KV, H = c.num_key_value_heads, c.num_attention_heads
+    rows = {
+        "not counted": 0,
+        "query heads in place of KV heads": H * (full * kept + near),
+        "the whole context": KV * (full * context + near),
+        "whole blocks": KV * (full * whole + near),
+        "whole blocks, as far as there is a context": KV * (full * min(whole, context) + near),
+        "windows ignored": KV * (full * kept + (len(c.windows) - full) * context),
+        "keys and values together": 2 * KV * (full * kept + near),
+    }
+    distant = max(0, blocks - policy.sink - policy.local)
+    vectors = {"bound": 2, "mean": 1, None: 0}[policy.selector] * KV * full
+    summaries = {
+        "not counted": 0,
+        "every block": vectors * blocks,
+        "one vector of two": vectors // 2 * distant,
+        "two vectors of one": 2 * vectors * distant,
+        "query heads in place of KV heads": vectors * distant * H // KV,
+    }
+    sized = lambda causes: {cause: n * vector for cause, n in causes.items()}
+    return {"keys": sized(rows), "values": sized(rows), "block summaries": sized(summaries)}

@@ -6,6 +6,9 @@ import torch
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows
 from dsv4.model.config import ModelConfig
+from dsv4.model.numerics import Numerics
+from dsv4.probes.oracle import kinds
+from dsv4.probes.scenes.cost_audit.mistakes import Mistakes
 from dsv4.probes.scenes.cost_audit.watching import Called, Calls, changed, read_rows, row_bytes, spoiled
 
 OPERATIONS = ("sparse_attention", "hca_attention")
@@ -60,4 +63,52 @@ def _index(index_scores, given: tuple) -> dict[str, int]:
         "index keys": read * row_bytes(keys),
         "index queries": q.nbytes,
         "index scores": 2 * int(live.sum()) * right.element_size(),
+    }
+
+
+def mistakes(c: ModelConfig, numerics: Numerics, batch: int, context: int) -> Mistakes:
+    """Of the attention of a step at `context` tokens a row."""
+    plain = numerics.cache.itemsize
+    row, key = (batch * plain * dims for dims in (c.head_dim, c.index_head_dim))
+    csa, hca, every = (c.compress_ratios.count(kinds.CSA), c.compress_ratios.count(kinds.HCA), len(c.compress_ratios))
+    seen, W, k = context // kinds.CSA, min(c.sliding_window, context), c.index_topk
+    sized = lambda size, causes: {cause: n * size for cause, n in causes.items()}
+    return {
+        "window": sized(
+            row,
+            {
+                "not counted": 0,
+                "the whole context": every * context,
+                "a window that is not full": every * c.sliding_window,
+                "rows as plain numbers": every * W,
+            },
+        ),
+        "csa entries": sized(
+            row,
+            {
+                "not counted": 0,
+                "every entry": csa * seen,
+                "windows that are not complete": csa * min(k, -(-context // kinds.CSA)),
+                "at HCA's ratio": csa * min(k, context // 128),
+                "rows as plain numbers": csa * min(k, seen),
+            },
+        ),
+        "hca entries": sized(
+            row,
+            {
+                "not counted": 0,
+                "at CSA's ratio": hca * seen,
+                "at CSA's ratio, and of them the best": hca * min(k, seen),
+                "windows that are not complete": hca * -(-context // 128),
+                "rows as plain numbers": hca * (context // 128),
+            },
+        ),
+        "index keys": sized(
+            key,
+            {
+                "not counted": 0,
+                "scored where nothing is to be chosen" if seen <= k else "keys as plain numbers": csa * seen,
+                "windows that are not complete": csa * -(-context // kinds.CSA),
+            },
+        ),
     }

@@ -1,9 +1,11 @@
 """`rope` on GQA models: queries and keys turn by the variant of config.json, in halves, at their positions."""
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
+from dsv4.probes.catalogue.rope import Rope
 from dsv4.probes.compare import at_share, far, limit_of, starts_of, steps_of_all_sizes, tokens
 from dsv4.probes.oracle import gqa
 from dsv4.probes.oracle.gqa import GQAOracle
@@ -13,6 +15,15 @@ from dsv4.probes.subject import Subject
 TOKENS = 420  # beyond the original contexts of small models, and into a fourth block of the cache
 AS_WRITTEN = "as config.json says"
 Variants = dict[str, tuple[torch.Tensor, torch.Tensor, bool]]  # name → frequencies, positions, whether halves are pairs
+
+
+class GQARope(Rope):
+    """Queries and keys of whole runs, against the rotations that implementations took for that of config.json."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"files", "run"})
+
+    def run(self, subject: Subject) -> list[Check]:
+        return list(rope_checks(subject, self.seed))
 
 
 def rope_checks(subject: Subject, seed: int) -> Iterator[Check]:

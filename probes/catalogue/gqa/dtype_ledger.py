@@ -8,6 +8,7 @@ import torch
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import keeps_value
 from dsv4.model.numerics import NUMERICS
+from dsv4.probes.catalogue.dtype_ledger import DtypeLedger
 from dsv4.probes.catalogue.load_ledger import named
 from dsv4.probes.result import Check, compare
 from dsv4.probes.subject import Subject
@@ -15,6 +16,13 @@ from dsv4.probes.subject import Subject
 FLOATS = ("BF16", "F32", "F16")
 DISK = "transformers' Qwen2, Llama and Mistral checkpoints: dense floats; this project reads no quantised ones"
 MEMORY = "native holds weights as stored, fp32 widens them: no bit is lost either way (dsv4.model.numerics)"
+
+
+class GQADtypeLedger(DtypeLedger):
+    """Weights are dense floats, and nothing in them is protected from a quantisation that they do not have."""
+
+    def run(self, subject: Subject) -> list[Check]:
+        return [*dtype_checks(subject), *(self._caches(subject) if "kernels" in subject.can else ())]
 
 
 def dtype_checks(subject: Subject) -> Iterator[Check]:

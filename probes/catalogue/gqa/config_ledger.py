@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dsv4.errors import ConfigError
 from dsv4.model.gqa.config import FIXED, GQAConfig
 from dsv4.model.gqa.rope import frequencies
+from dsv4.probes.catalogue.config_ledger import ConfigLedger
 from dsv4.probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.scenes.config_keys import STATED, UNREAD, other_values, shown
@@ -47,21 +48,20 @@ SPECIFIED = "transformers' config of this model_type says what it does: a model 
 MODULES = "config.json, read anew by dsv4.probes.oracle.gqa"
 
 
-def config_checks(subject: Subject) -> list[Check]:
+class GQAConfigLedger(ConfigLedger):
     """Key by key; layer by layer; tensors of the file; what modules of our model took."""
-    raw, config = config_at(subject.files.path), subject.config
-    keys = [
-        pair
-        for key, value in raw.items()
-        for pair in ([(key, inner) for inner in value] if key in NESTED and isinstance(value, dict) else [(key, None)])
-    ]
-    return [
-        *(check for key, inner in keys for check in _key(raw, key, inner, config)),
-        *_values(subject, shape_of(raw)),
-        *_layers(subject, shape_of(raw)),
-        *_files(subject, raw),
-        *(_modules(subject, shape_of(raw)) if "kernels" in subject.can else ()),
-    ]
+
+    def run(self, subject: Subject) -> list[Check]:
+        raw, config = config_at(subject.files.path), subject.config
+        nested = lambda key, value: key in NESTED and isinstance(value, dict)
+        keys = [(key, inner) for key, value in raw.items() for inner in (value if nested(key, value) else (None,))]
+        return [
+            *(check for key, inner in keys for check in _key(raw, key, inner, config)),
+            *_values(subject, shape_of(raw)),
+            *_layers(subject, shape_of(raw)),
+            *_files(subject, raw),
+            *(_modules(subject, shape_of(raw)) if "kernels" in subject.can else ()),
+        ]
 
 
 def _key(raw: dict, key: str, inner: str | None, config: GQAConfig) -> Iterator[Check]:

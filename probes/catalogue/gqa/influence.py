@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.probes.catalogue.influence import Influence
 from dsv4.probes.compare import at_share, far, heavy_tailed, limit_of
 from dsv4.probes.oracle import gqa
 from dsv4.probes.oracle.gqa import GQAOracle
@@ -31,6 +32,13 @@ class Seen:
     places: tuple[int, ...]
     out: torch.Tensor
     points: dict
+
+
+class GQAInfluence(Influence):
+    """Every layer, in one step, in chunks, and by decode."""
+
+    def run(self, subject: Subject) -> list[Check]:
+        return list(influence_checks(subject, self.seed))
 
 
 def influence_checks(subject: Subject, seed: int) -> Iterator[Check]:

@@ -1,12 +1,37 @@
-"""`memory_map` on GQA models: keys and values whose offsets need 64 bits."""
+"""`memory_map` on GQA models: a slot a token, in whole blocks of 128, also in layers with a window."""
 
 import torch
 
 from dsv4.cache.streams import Stream, zeros
+from dsv4.model.gqa.cache import cache_streams
+from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.numerics import Numerics
+from dsv4.probes.catalogue.memory_map import FAR, WIDTH, MemoryMap, listed
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
 
-FAR = 1 << 31  # where 32-bit offsets end
+
+class GQAMemoryMap(MemoryMap):
+    """Keys and values, of which no stream is packed."""
+
+    def _beyond(self, subject: Subject) -> list[Check]:
+        return listed("rows beyond 2^31", "keys", lambda: [far_keys(subject)])
+
+    def _formula(self, subject: Subject, batch: int, context: int, mtp: bool = True) -> dict[tuple[str, str], int]:
+        c = subject.config
+        rows = batch * c.num_key_value_heads * -(-context // 128) * 128
+        size = rows * c.head_dim * WIDTH[subject.numerics]
+        return {(f"layer {i}", stream): size for i in range(c.num_hidden_layers) for stream in ("keys", "values")}
+
+    def _per_token(self, subject: Subject) -> float:
+        c = subject.config
+        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * WIDTH[subject.numerics]
+
+    def _planned(self, config: GQAConfig, context: int, numerics: Numerics) -> list:
+        return cache_streams(config, 1, context, numerics)
+
+    def _kind(self, config: GQAConfig, label: str) -> str:
+        return "full" if config.windows[int(label.split()[1])] is None else "sliding"
 
 
 def far_keys(subject: Subject) -> Check:
