@@ -1,22 +1,22 @@
 """A published geometry with random weights, made on the device: for kernels and timings without a checkpoint."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.errors import InputError
-from dsv4.kernels.cache_rows import PackedRows, RowFormat
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.loaders.expected import official_tensors, preset
 from dsv4.loaders.files import DTYPES
+from dsv4.model import families
 from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
 from dsv4.model.deepseek_v4 import Model
-from dsv4.model.gqa.cache import GroupedCache
 from dsv4.model.gqa.choice import NOT_GQA, Attention
-from dsv4.model.gqa.dummy import GEOMETRIES, fill_grouped, load_gqa_dummy
+from dsv4.model.gqa.dummy import GEOMETRIES, load_gqa_dummy
 from dsv4.model.gqa.load import check_choices
 from dsv4.model.linear import Matrix, Storage
 from dsv4.model.load import resolve_backend, resolve_device
@@ -146,33 +146,9 @@ def _fill_matrix(module: Matrix, g: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def fill_cache(cache: Cache | GroupedCache, length: int | list[int], seed: int = 0) -> None:
+def fill_cache(cache: Any, length: int | list[int], seed: int = 0) -> None:
     """Plausible numbers in every buffer, as if each row held `length` tokens (row b length[b])."""
     lengths = [length] * cache.batch if isinstance(length, int) else list(length)
     if len(lengths) != cache.batch:
         raise InputError(f"lengths of {len(lengths)} rows were given for a cache of {cache.batch}")
-    if isinstance(cache, GroupedCache):
-        return fill_grouped(cache, lengths, seed)
-    for layer in cache.layers + cache.mtp_layers:
-        for stream in (
-            layer.window,
-            *(part for c in (layer.main, layer.index) if c is not None for part in (c.raw, c.entries)),
-        ):
-            _fill_rows(stream.flat, seed)
-    for held in (cache._main, cache._mtp)[: 1 + bool(cache.mtp_layers)]:
-        held.now, held.high = list(lengths), list(lengths)
-
-
-def _fill_rows(rows: torch.Tensor | PackedRows, seed: int) -> None:
-    if not isinstance(rows, PackedRows):
-        rows.normal_(generator=torch.Generator(rows.device).manual_seed(seed))
-        return
-    g = torch.Generator(rows.data.device).manual_seed(seed)
-    rows.data.random_(0, 256, generator=g)
-    if rows.format is RowFormat.INDEX_FP8:
-        rows.payload.bitwise_and_(0xB7)
-        rows.scales.copy_(torch.ones(1, device=rows.data.device).view(torch.uint8))
-        return
-    if rows.format is RowFormat.KV_FP8:
-        rows.payload.bitwise_and_(0xB7)  # magnitudes below 2 in E4M3, and finite in bf16
-    rows.scales.fill_(127)
+    families.of(cache.made_for.config).fill_cache(cache, lengths, seed)

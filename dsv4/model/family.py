@@ -5,13 +5,32 @@ Code that is not a family's own asks `families.of` for one of these and never wh
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.streams import Stream
 from dsv4.loaders.ledger import Piece
 from dsv4.loaders.load import Inventory
 from dsv4.model.causal import CausalLM
+from dsv4.model.gqa.choice import Attention
 from dsv4.model.numerics import Numerics
 from dsv4.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a plan is made for: `batch` rows of `context` tokens. inventory: None of a published configuration without a
+    checkpoint; attention: a policy, and kv_memory: caches in host memory, where they are asked for."""
+
+    config: Any
+    inventory: Inventory | None
+    numerics: Numerics
+    batch: int
+    context: int
+    max_rewind: int
+    attention: Attention | None = None
+    kv_memory: HostMemory | None = None
 
 
 class Family(ABC):
@@ -49,5 +68,19 @@ class Family(ABC):
         """Token ids of a prompt that is no conversation."""
 
     @abstractmethod
-    def held_tensors(self, config: Any, inventory: Inventory, numerics: Numerics) -> dict:
-        """Name → (dtype, shape) of the file's tensors as the numerics hold them."""
+    def held_tensors(self, config: Any, inventory: Inventory | None, numerics: Numerics) -> dict:
+        """Name → (dtype, shape) of the file's tensors as the numerics hold them; without a file, of the published
+        formats."""
+
+    @abstractmethod
+    def cache_streams(self, asking: Asking) -> tuple[list, list[Stream]]:
+        """Streams of each layer's cache, and those that all layers share. Raises InputError for host memory that would
+        hold nothing, CapacityError for fewer staged blocks than a step reads."""
+
+    def token_bytes(self, config: Any, numerics: Numerics) -> dict | None:
+        """Bytes that one token of one row takes in all layers, with their formula; None where tokens differ."""
+        return None
+
+    @abstractmethod
+    def fill_cache(self, cache: Any, lengths: list[int], seed: int) -> None:
+        """Plausible numbers in every buffer of a cache, as if row b held lengths[b] tokens."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dsv4.cache.host_tier.planning import brought_entries, check_entries, entries_plan
+from dsv4.cache.streams import cache_streams
 from dsv4.errors import ConfigError
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.loaders.expected import check_extent, official_tensors
@@ -17,6 +19,7 @@ from dsv4.model.chat import plain_ids
 from dsv4.model.config import ModelConfig
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.family import Family
+from dsv4.model.filling import fill_latents
 from dsv4.model.linear import Matrix, Storage
 from dsv4.model.numerics import Numerics
 
@@ -176,6 +179,19 @@ class DeepSeekV4(Family):
         return plain_ids(tokenizer, text, config.bos_token_id)
 
     def held_tensors(self, config, inventory, numerics):
-        if numerics.dense:
-            return official_tensors(config, has_mtp(config, inventory), dense="F32", experts="F32")
+        if inventory is None or numerics.dense:
+            mtp = inventory is None or has_mtp(config, inventory)
+            return official_tensors(config, mtp, **({"dense": "F32", "experts": "F32"} if numerics.dense else {}))
         return {name: (s.dtype, s.shape) for name, s in inventory.sources.items()}
+
+    def cache_streams(self, asking):
+        config, memory = asking.config, asking.kv_memory
+        mtp = asking.inventory is None or has_mtp(config, asking.inventory)
+        layers = cache_streams(config, asking.batch, asking.context, asking.max_rewind, asking.numerics, mtp)
+        if memory is None:
+            return layers, []
+        check_entries(layers)
+        return entries_plan(layers, config.index_topk, memory.staged), [brought_entries(layers)]
+
+    def fill_cache(self, cache, lengths, seed):
+        fill_latents(cache, lengths, seed)

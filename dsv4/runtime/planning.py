@@ -1,34 +1,24 @@
 """`dsv4 plan`: what fits where."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.cache.host_tier.planning import (
-    brought_entries,
-    brought_layers,
-    check_entries,
-    check_grouped,
-    entries_plan,
-    grouped_plan,
-)
-from dsv4.cache.streams import Stream, cache_streams
 from dsv4.cost_model.step import FORMULAS, step_parts
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import dense
-from dsv4.loaders.expected import official_tensors, preset
+from dsv4.loaders.expected import preset
 from dsv4.loaders.load import Inventory
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model import families
 from dsv4.model.config import ModelConfig
-from dsv4.model.gqa import cache as gqa_cache
+from dsv4.model.family import Asking
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
-from dsv4.model.official import has_mtp
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.runtime.memory import Plan, Row, free_bytes, stream_rows, weight_rows
 from dsv4.units import count_named, format_bytes
@@ -63,10 +53,10 @@ def plan(
     whole layers are spread. Raises InputError when max_context exceeds the checkpoint's, never clamps it;
     CapacityError for fewer staged blocks than a step reads.
     """
-    asked, per_token = None if max_context is None else count_named("--max-context", max_context), None
+    asked = None if max_context is None else count_named("--max-context", max_context)
     capacities = capacities_of(device, gpus)
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
-    family = families.of(inventory) if inventory else families.FAMILIES[ModelConfig.family]
+    family = families.of(inventory or ModelConfig)  # published configurations are DeepSeek-V4's
     if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
     config = family.read_config(inventory.config if inventory else preset(checkpoint))
@@ -80,7 +70,7 @@ def plan(
     family.check_choices(choice, None, False, cache, index_cache)
     choice = choice.with_caches(cache, index_cache)
     asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
-    rows, per_token = ROWS[config.family](asking)
+    rows = _rows(asking)
     read = step_parts(
         config,
         choice,
@@ -107,7 +97,7 @@ def plan(
         "cache_bytes": sizes.total("cache"),
         "staging_bytes": sizes.total("staging"),
         **_verdict(device, capacities, found, sizes.total() - sizes.total("pinned"), sizes.total("pinned")),
-        "cache_bytes_per_token": per_token,
+        "cache_bytes_per_token": family.token_bytes(config, choice),
         "attention": attention.document() if attention else None,
         "step": [
             {"name": name, "nbytes": nbytes, "formula": FORMULAS[name]} for name, nbytes in read.items() if nbytes
@@ -160,71 +150,24 @@ def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, 
     }
 
 
-@dataclass(frozen=True)
-class Asking:
-    """What a plan is made for. inventory: None of a published configuration without a checkpoint."""
-
-    config: ModelConfig | GQAConfig
-    inventory: Inventory | None
-    numerics: Numerics
-    batch: int
-    context: int
-    max_rewind: int
-    attention: Attention | None = None
-    kv_memory: HostMemory | None = None
-
-    @property
-    def mtp(self) -> bool:
-        """Whether an MTP block comes along."""
-        return self.inventory is None or has_mtp(self.config, self.inventory)
-
-    def streams(self) -> list:
-        """Of each layer of a DeepSeek-V4 model."""
-        return cache_streams(self.config, self.batch, self.context, self.max_rewind, self.numerics, self.mtp)
-
-
 def _units(asking: Asking) -> list[Unit]:
     """Modules of a model that are placed whole, with the caches of their layers."""
     held = held_tensors(asking.config, asking.inventory, asking.numerics)
+    layers, _ = families.of(asking.config).cache_streams(asking)
     return units(
         {name: tensor_bytes(dtype, shape) for name, (dtype, shape) in held.items()},
-        {layer.label: sum(stream.nbytes for stream in layer.streams) for layer in asking.streams()},
+        {layer.label: sum(stream.nbytes for stream in layer.streams) for layer in layers},
     )
 
 
-def _rows(asking: Asking) -> tuple[list[Row], None]:
-    """Rows of a DeepSeek-V4 checkpoint, or of a published configuration without a checkpoint."""
-    weights = weight_rows(held_tensors(asking.config, asking.inventory, asking.numerics))
-    layers = asking.streams()
-    if asking.kv_memory is None:
-        return [*weights, *stream_rows(layers)], None
-    check_entries(layers)
-    brought = brought_entries(layers)
-    plan = entries_plan(layers, asking.config.index_topk, asking.kv_memory.staged)
-    return [*weights, *stream_rows(plan), _shared(brought)], None
-
-
-def _shared(stream: Stream) -> Row:
-    """The row of a buffer that all layers share."""
-    return Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula)
-
-
-def _gqa_rows(asking: Asking) -> tuple[list[Row], dict]:
-    """Rows of a GQA checkpoint; also the bytes of one token's keys and values, with their formula."""
-    config, numerics, memory = asking.config, asking.numerics, asking.kv_memory
-    nbytes, formula = gqa_cache.token_bytes(config, numerics)
-    policy = asking.attention and asking.attention.policy
-    rows, sizes = weight_rows(held_tensors(config, asking.inventory, numerics)), (config, asking.batch, asking.context)
-    if memory is None:
-        rows += stream_rows(gqa_cache.cache_streams(*sizes, numerics, policy))
-    else:
-        check_grouped(config, policy, memory)
-        rows += stream_rows(grouped_plan(*sizes, numerics, policy, memory.staged))
-        rows.append(_shared(brought_layers(*sizes, numerics)))
-    return rows, {"nbytes": nbytes, "formula": formula}
-
-
-ROWS = {"deepseek_v4": _rows, "gqa": _gqa_rows}  # family → rows of a plan, and the bytes of a token where all are alike
+def _rows(asking: Asking) -> list[Row]:
+    """Rows of weights and caches, of a published configuration without a checkpoint too."""
+    layers, shared = families.of(asking.config).cache_streams(asking)
+    return [
+        *weight_rows(held_tensors(asking.config, asking.inventory, asking.numerics)),
+        *stream_rows(layers),
+        *(Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula) for stream in shared),
+    ]
 
 
 def held_tensors(
@@ -232,8 +175,6 @@ def held_tensors(
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Official name → (dtype, shape) of a checkpoint's tensors as `choice` holds them; without one, of the published
     formats."""
-    if inventory is None:
-        return official_tensors(config, True, **({"dense": "F32", "experts": "F32"} if choice.dense else {}))
     return families.of(config).held_tensors(config, inventory, choice)
 
 

@@ -99,11 +99,7 @@ def layers_with_a_window_counted_as_full(site: Site) -> None:
     patched(
         site,
         "attention_parts",
-        lambda real: (
-            lambda config, *given: real(
-                replace(config, windows=(None,) * len(config.windows)) if hasattr(config, "windows") else config, *given
-            )
-        ),
+        lambda real: lambda config, *given: real(replace(config, windows=(None,) * len(config.windows)), *given),
     )
 
 

@@ -19,8 +19,7 @@ from dsv4.probes.catalogue import backend_matrix
 from dsv4.probes.catalogue.backend_matrix import BackendMatrix, differing, error_of, most_of
 from dsv4.probes.kernel_audit.harness import own
 from dsv4.probes.result import Status
-from dsv4.probes.scenes.contract_cases import cases_beside
-from dsv4.probes.scenes.contract_cases import contract_cases, size_of
+from dsv4.probes.scenes.contract_cases import cases_beside, contract_cases, size_of
 from dsv4.probes.subjects.ours import OurSubject
 
 

@@ -19,10 +19,9 @@ from dsv4.probes.oracle.gqa import GQAOracle, other_variant
 from dsv4.probes.probe import BESIDE, CATALOGUE, applying, available, execute, left_out, probe_named
 from dsv4.probes.report import json_report, markdown
 from dsv4.probes.result import Status, worst
-from dsv4.probes.scenes.contract_cases import cases_beside
 from dsv4.probes.scenes.buffers import buffers, poison
 from dsv4.probes.scenes.compile_ahead import Piece, pieces, run_piece
-from dsv4.probes.scenes.contract_cases import truths
+from dsv4.probes.scenes.contract_cases import cases_beside, truths
 from dsv4.probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from dsv4.cache.host_tier.planning import brought_layers, check_grouped, grouped_plan
 from dsv4.errors import InputError
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.loaders.errors import CheckpointError
@@ -13,7 +14,9 @@ from dsv4.loaders.ledger import LoadLedger, Piece
 from dsv4.loaders.load import Inventory
 from dsv4.model.chat import templated_ids
 from dsv4.model.family import Family
+from dsv4.model.gqa import cache as caches
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.dummy import fill_grouped
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
 from dsv4.model.numerics import Numerics
@@ -111,3 +114,18 @@ class GQA(Family):
 
     def held_tensors(self, config, inventory, numerics):
         return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in inventory.sources.items()}
+
+    def cache_streams(self, asking):
+        policy, memory = asking.attention and asking.attention.policy, asking.kv_memory
+        sizes = asking.config, asking.batch, asking.context, asking.numerics
+        if memory is None:
+            return caches.cache_streams(*sizes, policy), []
+        check_grouped(asking.config, policy, memory)
+        return grouped_plan(*sizes, policy, memory.staged), [brought_layers(*sizes)]
+
+    def token_bytes(self, config, numerics):
+        nbytes, formula = caches.token_bytes(config, numerics)
+        return {"nbytes": nbytes, "formula": formula}
+
+    def fill_cache(self, cache, lengths, seed):
+        fill_grouped(cache, lengths, seed)
