@@ -7,7 +7,8 @@ from pathlib import Path
 from dsv4.errors import InputError
 from dsv4.probes.audit import open_subject
 from dsv4.probes.measure.base.measurement import Measurement
-from dsv4.probes.measure.base.models import Say, is_gqa
+from dsv4.probes import families
+from dsv4.probes.measure.base.models import Say
 from dsv4.probes.measure.base.settings import refuse_idle
 from dsv4.probes.measure.base.text import read_text
 from dsv4.probes.measure.recall import document, markdown, plots, tables
@@ -47,11 +48,7 @@ class Recall(Measurement):
         if dump is not None:
             refuse_idle({"--text": text}, INSTEAD)
         self.kernels, stored = kernels_named(kernel), FilesSubject(checkpoint)
-        if is_gqa(stored):
-            raise InputError(
-                "recall measures the indexer of CSA layers, and a GQA model has none; dsv4 fidelity compares policies "
-                "that read its cache sparsely"
-            )
+        families.of(stored).check_command("recall", stored.name)
         self.subject = None if dump is None else _recorded(dump, checkpoint, stored)
         rows, longest = (rows, None) if self.subject is None else self.subject.ids.shape
         choices = DEFAULTS | {name: value for name, value in choices.items() if value is not None}
