@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from dsv4.cache.cache import Cache
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.errors import InputError
 from dsv4.kernels.quantize import WeightFormat

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.kernels.cache_rows import PackedRows, RowFormat
 
 

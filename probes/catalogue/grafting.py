@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree

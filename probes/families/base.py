@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache
 from dsv4.errors import InputError
 from dsv4.kernels.replacing import Replacement

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cost_model import gqa, step
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.model.gqa.choice import Attention

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache
 from dsv4.probes.families.cache_rows import UNWRITTEN, Buffer, Rows, held
 from dsv4.probes.oracle import kinds

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.cache.linear import Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache
 from dsv4.model.gqa.cache import BLOCK
 from dsv4.probes.families.cache_rows import UNWRITTEN, Buffer, Rows, held, span

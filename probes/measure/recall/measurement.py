@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 
 from dsv4.errors import InputError
+from dsv4.probes import families
 from dsv4.probes.audit import open_subject
 from dsv4.probes.measure.base.measurement import Measurement
-from dsv4.probes import families
 from dsv4.probes.measure.base.models import Say
 from dsv4.probes.measure.base.settings import refuse_idle
 from dsv4.probes.measure.base.text import read_text
