@@ -15,12 +15,16 @@ from dsv4.cost_model.latent import LatentGeometry
 from dsv4.cost_model.regime import Way
 from dsv4.cost_model.rows import Row, Run
 from dsv4.kernels.attention import hca_attention, sparse_attention
-from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from dsv4.kernels.cache_rows import PAGE, STREAM_FORMATS, PackedRows, encode_rows, pack_layout
 from dsv4.kernels.indexer import index_scores, topk_entries
 from dsv4.model.spec import LayerKind
 
 HEADS, LATENT, INDEX_HEADS, INDEX_DIM, WINDOW, TOPK, RATIO = 64, 512, 64, 128, 128, 512, 4
-INDEX_KEYS = {"bf16": (None, 256), "fp8": (RowFormat.INDEX_FP8, 132), "fp4": (RowFormat.INDEX_FP4, 68)}
+# name → format, and bytes a key
+INDEX_KEYS = {
+    name: (form, 2 * INDEX_DIM if form is None else form.layout(INDEX_DIM).row)
+    for name, form in STREAM_FORMATS["index"].items()
+}
 FINDING = "index scores and top-512"
 
 

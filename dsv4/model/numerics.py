@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dsv4.errors import InputError
-from dsv4.kernels.cache_rows import RowFormat
+from dsv4.kernels.cache_rows import STREAM_FORMATS, RowFormat
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Numerics:
     def simulate_kv(self) -> bool:
         """Whether main KV passes through FP8 before it is used. With an FP8 cache it does in all numerics, so that a
         token's own step reads what later steps will read."""
-        return self.simulate or self.kv_rows is RowFormat.KV_FP8
+        return self.simulate or self.kv_rows is not None and self.kv_rows.simulated
 
     @property
     def simulate_index(self) -> bool:
         """Whether index queries and keys pass through Hadamard and FP4. With an FP4 index cache both do."""
-        return self.simulate or self.index_rows is RowFormat.INDEX_FP4
+        return self.simulate or self.index_rows is not None and self.index_rows.simulated
 
     def with_caches(self, cache: str, index_cache: str) -> "Numerics":
         """A copy whose caches have the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4'
@@ -49,7 +49,8 @@ class Numerics:
         'auto' is the activations' dtype. Raises InputError for a name that is unknown, or a format narrower than fp32
         where activations are fp32.
         """
-        for option, name, known in (("cache", cache, KV_FORMATS), ("index cache", index_cache, INDEX_FORMATS)):
+        kv, index = STREAM_FORMATS["kv"], STREAM_FORMATS["index"]
+        for option, name, known in (("cache", cache, kv), ("index cache", index_cache, index)):
             if name != "auto" and name not in known:
                 raise InputError(f"{option} format {name!r} is unknown; expected auto, {', '.join(known)}")
             if name != "auto" and self.activation is torch.float32:
@@ -57,12 +58,7 @@ class Numerics:
                     f"{option} format {name!r} was asked for with numerics {self.name}, whose caches are fp32; "
                     "use native or qat"
                 )
-        rows = KV_FORMATS.get(cache), INDEX_FORMATS.get(index_cache)
-        return replace(self, kv_rows=rows[0], index_rows=rows[1])
-
-
-KV_FORMATS = {"bf16": None, "fp8": RowFormat.KV_FP8}
-INDEX_FORMATS = {"bf16": None, "fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
+        return replace(self, kv_rows=kv.get(cache), index_rows=index.get(index_cache))
 
 
 NUMERICS = {

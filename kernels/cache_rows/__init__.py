@@ -1,11 +1,37 @@
 """Rows of a cache as bytes: the public FP8 and FP4 layouts."""
 
-from dsv4.kernels.cache_rows import reference
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from dsv4.kernels.cache_rows import index_fp4, index_fp8, kv_fp8, reference
 from dsv4.kernels.cache_rows import triton as triton_kernels
 from dsv4.kernels.cache_rows.formats import PAGE, PackedRows, RowFormat, pack_layout
 from dsv4.kernels.cache_rows.reference import decode_rows, encode_rows, read_rows
 from dsv4.kernels.dispatch import Operation
 
+RowFormat.KV_FP8, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4 = kv_fp8.FORMAT, index_fp8.FORMAT, index_fp4.FORMAT
+
+
+def _options(*formats: RowFormat) -> Mapping[str, RowFormat | None]:
+    return MappingProxyType({"bf16": None} | {format.option: format for format in formats})
+
+
+# by stream, the formats that it may take, by their names on the command line; None: plain numbers
+STREAM_FORMATS = {
+    "kv": _options(RowFormat.KV_FP8),  # window rows and entries
+    "index": _options(RowFormat.INDEX_FP8, RowFormat.INDEX_FP4),  # index keys
+}
+
 write_rows = Operation("write_rows", {"reference": reference.write_rows, "triton": triton_kernels.write_rows})
 
-__all__ = ["PAGE", "PackedRows", "RowFormat", "decode_rows", "encode_rows", "pack_layout", "read_rows", "write_rows"]
+__all__ = [
+    "PAGE",
+    "STREAM_FORMATS",
+    "PackedRows",
+    "RowFormat",
+    "decode_rows",
+    "encode_rows",
+    "pack_layout",
+    "read_rows",
+    "write_rows",
+]

@@ -1,30 +1,20 @@
-"""Byte layouts of packed cache rows.
+"""Byte formats of cache rows: what all of them share. Each format is one object, in a file of its own beside this one.
 
-Rows come in pages of 64. A page holds the payload of all its rows first, then their scales:
-
-- KV_FP8 (FlashMLA's "MODEL1", vLLM's "fp8_ds_mla" of V4), 584 B a row at head_dim 512: 448 E4M3, 64 bf16
-  (the rotated columns), then 7 E8M0 scales (one for 64 columns) and a byte of padding. A page is padded to a
-  multiple of one row's payload (576 B).
-- INDEX_FP8, 132 B a key at 128 dims: 128 E4M3, then one fp32 scale (a power of two here).
-- INDEX_FP4, 68 B a key at 128 dims: 64 B of E2M1 pairs (low nibble even), then 4 E8M0 scales (one for 32 dims).
+Rows come in pages of 64. A page holds the payload of all its rows first, then their scales.
 """
 
-import enum
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.quantize.formats import ceil_log2, power_of_two
 
 PAGE = 64  # rows
 KV_BLOCK = 64  # columns of one scale of KV_FP8
 KEY_BLOCK = 32  # dims of one scale of INDEX_FP4
-
-
-class RowFormat(enum.Enum):
-    KV_FP8 = "fp8 kv"
-    INDEX_FP8 = "fp8 index keys"
-    INDEX_FP4 = "fp4 index keys"
 
 
 class Layout(NamedTuple):
@@ -39,29 +29,45 @@ class Layout(NamedTuple):
         return self.payload + self.scales
 
 
-def pack_layout(format: RowFormat, width: int, rope: int = 0) -> Layout:
-    """Layout of rows of `width` numbers, of which KV_FP8 keeps the last `rope` in bf16.
+@dataclass(frozen=True)
+class RowFormat(ABC):
+    """name: its name as an attribute of this class; value: for people; option: on the command line. simulated: whether
+    rows pass through the official simulation before they are used, so that packing loses nothing."""
 
-    Raises UnsupportedInput for a width that the format cannot hold.
-    """
-    match format:
-        case RowFormat.KV_FP8:
-            if rope % 2 or not 0 <= rope < width:
-                raise UnsupportedInput(
-                    f"an FP8 cache row of {width} columns cannot keep {rope} of them in bf16; expected an even "
-                    f"number below {width}"
-                )
-            payload, scales = width - rope + 2 * rope, -(-(width - rope) // KV_BLOCK)
-            scales = -(-scales // 8) * 8
-            return Layout(payload, scales, -(-PAGE * (payload + scales) // payload) * payload)
-        case RowFormat.INDEX_FP8:
-            return Layout(width, 4, PAGE * (width + 4))
-        case RowFormat.INDEX_FP4:
-            if width % KEY_BLOCK:
-                raise UnsupportedInput(
-                    f"FP4 index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple"
-                )
-            return Layout(width // 2, width // KEY_BLOCK, PAGE * (width // 2 + width // KEY_BLOCK))
+    KV_FP8: ClassVar["RowFormat"]
+    INDEX_FP8: ClassVar["RowFormat"]
+    INDEX_FP4: ClassVar["RowFormat"]
+
+    name: str
+    value: str
+    option: str
+    simulated: bool
+
+    @abstractmethod
+    def layout(self, width: int, rope: int = 0) -> Layout:
+        """Of rows of `width` numbers, of which `rope` at the end are rotated. Raises UnsupportedInput for a width that
+        the format cannot hold."""
+
+    @abstractmethod
+    def encode(self, x: torch.Tensor, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x fp32 [M, D] → payload uint8 [M, ·] and scales uint8 [M, ·]."""
+
+    @abstractmethod
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor, width: int, rope: int) -> torch.Tensor:
+        """payload, scales uint8 [M, ·] → fp32 [M, width]."""
+
+
+def blocks(x: torch.Tensor, block: int, floor: float, largest: float, encode):
+    """Codes [M, padded] of x in blocks along its columns, and their exponents int32 [M, blocks]: scales are
+    2^⌈log2(amax / largest)⌉, amax at least `floor`."""
+    y = F.pad(x, (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    exponent = ceil_log2(y.abs().amax(-1).clamp_(min=floor) / largest)
+    return encode(y / power_of_two(exponent).unsqueeze(-1)).flatten(1), exponent
+
+
+def pack_layout(format: RowFormat, width: int, rope: int = 0) -> Layout:
+    """`format.layout`."""
+    return format.layout(width, rope)
 
 
 class PackedRows(NamedTuple):

@@ -77,7 +77,7 @@ def _write_kv(
     c = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x = widen(tl.load(VALUES + m * row + c * column, mask=(c < D) & (slot >= 0), other=0.0))
     payload = DATA + (slot >> 6) * page + (slot & 63) * PAYLOAD
-    # codes, exponent = _blocks(x[:, :D], KV_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
+    # codes, exponent = blocks(x[:, :D], KV_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
     k = e4m3_exponent(tl.max(tl.where(c < NOPE, magnitude(x), 0), 1))
     code = encode_e4m3(x * power_of_two(-k)[:, None])
     tl.store(payload + c, code.to(tl.uint8), mask=(c < NOPE) & (slot >= 0))
@@ -105,7 +105,7 @@ def _write_keys_fp8(
     m, d, i = tl.program_id(0).to(tl.int64), tl.arange(0, DP), tl.arange(0, 4)
     slot = tl.load(SLOTS + m * slots_step)
     x = widen(tl.load(VALUES + m * row + d * column, mask=(d < D) & (slot >= 0), other=0.0))
-    # codes, exponent = _blocks(x, x.shape[1], FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
+    # codes, exponent = blocks(x, x.shape[1], FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
     k = e4m3_exponent(tl.max(magnitude(x), 0))
     code = encode_e4m3(x * power_of_two(-k))
     tl.store(DATA + (slot >> 6) * page + (slot & 63) * D + d, code.to(tl.uint8), mask=(d < D) & (slot >= 0))
@@ -130,7 +130,7 @@ def _write_keys_fp4(
     inside = (pair < D // 2) & (slot >= 0)
     even = widen(tl.load(VALUES + m * row + 2 * pair * column, mask=inside, other=0.0))
     odd = widen(tl.load(VALUES + m * row + (2 * pair + 1) * column, mask=inside, other=0.0))
-    # codes, exponent = _blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
+    # codes, exponent = blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
     k = e2m1_exponent(tl.maximum(tl.max(magnitude(even), 1), tl.max(magnitude(odd), 1)))
     scale = power_of_two(-k)[:, None]
     # pack_e2m1: code[..., 0::2] | (code[..., 1::2] << 4)

@@ -49,7 +49,7 @@ def _put_kv(page, slot, y, D: tl.constexpr, ROPE: tl.constexpr, B: tl.constexpr)
     block, payload = tl.arange(0, BLOCKS), page + slot * PAYLOAD
     c = block[:, None] * _COLUMNS + tl.arange(0, _COLUMNS)[None, :]
     x = tl.reshape(y, [BLOCKS, _COLUMNS])
-    # codes, exponent = _blocks(x[:, :D], KV_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
+    # codes, exponent = blocks(x[:, :D], KV_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
     k = e4m3_exponent(tl.max(tl.where(c < NOPE, magnitude(x), 0), 1))
     code = encode_e4m3(x * power_of_two(-k)[:, None])
     tl.store(payload + c, code.to(tl.uint8), mask=c < NOPE)
@@ -72,7 +72,7 @@ def _put_kv(page, slot, y, D: tl.constexpr, ROPE: tl.constexpr, B: tl.constexpr)
 @triton.jit
 def _put_fp8_key(page, slot, y, D: tl.constexpr, B: tl.constexpr):
     d, i = tl.arange(0, B), tl.arange(0, 4)
-    # codes, exponent = _blocks(x, x.shape[1], FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
+    # codes, exponent = blocks(x, x.shape[1], FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
     k = e4m3_exponent(tl.max(tl.where(d < D, magnitude(y), 0), 0))
     tl.store(page + slot * D + d, encode_e4m3(y * power_of_two(-k)).to(tl.uint8), mask=d < D)
     # power_of_two(exponent).contiguous().view(torch.uint8)
@@ -85,7 +85,7 @@ def _put_fp4_key(page, slot, y, D: tl.constexpr, B: tl.constexpr):
     """B: a multiple of 32, and D."""
     BLOCKS: tl.constexpr = B // _DIMS
     block, pair = tl.arange(0, BLOCKS), tl.arange(0, B // 2)
-    # codes, exponent = _blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
+    # codes, exponent = blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
     x = tl.reshape(y, [BLOCKS, _DIMS])
     k = e2m1_exponent(tl.max(magnitude(x), 1))
     # pack_e2m1: code[..., 0::2] | (code[..., 1::2] << 4)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, reference
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, index_fp4, reference
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from dsv4.probes.faults import Site, mutation
 
@@ -61,7 +61,7 @@ def key_scales_never_stored(site: Site) -> None:
 @mutation("1.2", bugs=(17,), parts=("packed rows",), probes=("memory_map",), numerics="qat", caches=FP4)
 def scale_bytes_of_the_cache_read_as_numbers(site: Site) -> None:
     """The E8M0 byte of a packed row is taken for its value: 120 for 2^−7."""
-    site.patch(reference, "decode_e8m0", lambda scale: scale.view(torch.uint8).float())
+    site.patch(index_fp4, "decode_e8m0", lambda scale: scale.view(torch.uint8).float())
 
 
 @mutation("1.2", bugs=(30,), parts=("payload of packed rows",), probes=("memory_map",), numerics="qat", caches=FP4)
@@ -80,8 +80,8 @@ def nibbles_swapped_in_writing_and_in_reading(site: Site) -> None:
     """Keys are packed and unpacked with the high nibble first: the model is right, and no other program can read its
     pages."""
     swapped = lambda packed: packed >> 4 | packed << 4
-    pack = site.patch(reference, "pack_e2m1", lambda code: swapped(pack(code)))
-    unpack = site.patch(reference, "unpack_e2m1", lambda packed: unpack(swapped(packed)))
+    pack = site.patch(index_fp4, "pack_e2m1", lambda code: swapped(pack(code)))
+    unpack = site.patch(index_fp4, "unpack_e2m1", lambda packed: unpack(swapped(packed)))
     site.kernel("write_rows", lambda real: reference.write_rows)
 
 

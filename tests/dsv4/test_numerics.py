@@ -120,3 +120,11 @@ def test_steps_agree_with_one_shot_up_to_rounding(official, numerics):
     whole = model.append(IDS, model.new_cache(1, 200))
     parts = model.append(IDS, model.new_cache(1, 200), chunk=7)
     assert (whole.argmax(-1) == parts.argmax(-1)).float().mean() > (0.9 if numerics == "native" else 0.6)
+
+
+def test_the_command_line_offers_every_format_of_a_stream():
+    """Options do not import the kernels, which would make --help wait for torch."""
+    from dsv4.commands.options import CACHES, INDEX_CACHES
+    from dsv4.kernels.cache_rows import STREAM_FORMATS
+
+    assert CACHES == ("auto", *STREAM_FORMATS["kv"]) and INDEX_CACHES == ("auto", *STREAM_FORMATS["index"])

@@ -1,0 +1,30 @@
+"""INDEX_FP4: index keys in FP4 with a scale for 32 dims."""
+
+import torch
+
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, Layout, RowFormat, blocks
+from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.quantize.formats import E2M1_MAX, decode_e8m0, encode_e2m1, encode_e8m0, pack_e2m1, unpack_e2m1
+from dsv4.kernels.quantize.weights import FP4_AMAX_FLOOR
+
+
+class IndexFP4(RowFormat):
+    """68 B a key at 128 dims: 64 B of E2M1 pairs (low nibble even), then 4 E8M0 scales (one for 32 dims). Keeps what
+    went through `simulate_fp4_blocks(x, 32)`."""
+
+    def layout(self, width: int, rope: int = 0) -> Layout:
+        if width % KEY_BLOCK:
+            raise UnsupportedInput(
+                f"FP4 index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple"
+            )
+        return Layout(width // 2, width // KEY_BLOCK, PAGE * (width // 2 + width // KEY_BLOCK))
+
+    def encode(self, x: torch.Tensor, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, exponent = blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
+        return pack_e2m1(codes), encode_e8m0(exponent).view(torch.uint8)
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor, width: int, rope: int) -> torch.Tensor:
+        return unpack_e2m1(payload) * decode_e8m0(scales.contiguous()).repeat_interleave(KEY_BLOCK, 1)
+
+
+FORMAT = IndexFP4("INDEX_FP4", "fp4 index keys", "fp4", True)

@@ -1,0 +1,24 @@
+"""INDEX_FP8: index keys in FP8 with one scale a key."""
+
+import torch
+
+from dsv4.kernels.cache_rows.formats import PAGE, Layout, RowFormat, blocks
+from dsv4.kernels.quantize.formats import E4M3_MAX, power_of_two, round_e4m3
+from dsv4.kernels.quantize.weights import FP8_AMAX_FLOOR
+
+
+class IndexFP8(RowFormat):
+    """132 B a key at 128 dims: 128 E4M3, then one fp32 scale, a power of two."""
+
+    def layout(self, width: int, rope: int = 0) -> Layout:
+        return Layout(width, 4, PAGE * (width + 4))
+
+    def encode(self, x: torch.Tensor, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, exponent = blocks(x, x.shape[1], FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
+        return codes.view(torch.uint8), power_of_two(exponent).contiguous().view(torch.uint8)
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor, width: int, rope: int) -> torch.Tensor:
+        return payload.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
+
+
+FORMAT = IndexFP8("INDEX_FP8", "fp8 index keys", "fp8", False)
