@@ -86,6 +86,24 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Production:
+    """Calls at the sizes of a model, stated once for who times kernels and who compiles them.
+
+    inputs(widths, draw, **sizes): the arguments of one call on the draw's device, which may be `meta`. sizes(widths):
+    consumer → what it asks for, each the keywords of `inputs`: 'timed' of `dsv4 kernel bench`, 'bench' of the rows of
+    `scripts/bench`, 'compiled' of `scripts/aot`. label(**sizes): the name of a timed case.
+    """
+
+    inputs: Callable[..., tuple]
+    sizes: Callable[[Any], Mapping[str, Sequence[Mapping[str, Any]]]]
+    label: Callable[..., str] | None = None
+
+    def drawn(self, widths, seed: int, device: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> tuple:
+        """The arguments of one call. dtype: of activations, which sizes may name too."""
+        return self.inputs(widths, Draw(seed, dtype, device), **sizes)
+
+
+@dataclass(frozen=True)
 class Contract:
     """One operation.
 
@@ -95,8 +113,7 @@ class Contract:
     measure of others; the first is the default. cases(widths, draw): inputs. batch: argument name → axis of the
     queries, empty if a query cannot stand alone; an argument that is not named is shared. pools: argument that is a
     pool of rows → the argument that lists rows of it, None where it is one run a batch row. empty: zero queries are
-    allowed. timed(widths, draw): cases of production sizes, their labels the rows of a benchmark. edges: what happens
-    there, in words, for the report.
+    allowed. production: calls at the sizes of a model. edges: what happens there, in words, for the report.
     """
 
     operation: str
@@ -111,12 +128,20 @@ class Contract:
     batch: Mapping[str, int] = field(default_factory=dict)
     pools: Mapping[str, str | None] = field(default_factory=dict)
     empty: bool = True
-    timed: Callable[[Any, Draw], Iterable[Case]] | None = None
+    production: Production | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 
     def default(self, dtype: torch.dtype) -> str:
         """The accuracy class of activations in `dtype` where none is asked for: 'fp32' of fp32 ones, else the first."""
         return "fp32" if dtype is torch.float32 and "fp32" in self.classes else next(iter(self.classes))
+
+    def timed(self, widths, draw: Draw) -> Iterator[Case]:
+        """The cases of `dsv4 kernel bench`: those of production, where it has any, else random ones."""
+        sizes = self.production.sizes(widths).get("timed") if self.production else None
+        if not sizes:
+            yield from (case for case in self.cases(widths, draw) if case.family == "random")
+        for each in sizes or ():
+            yield Case(self.production.label(**each), "timed", self.production.inputs(widths, draw, **each))
 
     def number(self, name: str) -> int:
         """Position of the argument called `name`."""

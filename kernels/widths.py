@@ -45,4 +45,5 @@ class Widths:
 SMALL = Widths(256, 4, 128, 64, 128, 2, 64, 32, 4, 64, 32, 8, 2, 128, 1.5)
 FLASH = Widths(4096, 64, 512, 64, 1024, 8, 1024, 128, 64, 128, 512, 256, 6, 2048, 1.5)
 PRO = Widths(7168, 128, 512, 64, 1536, 16, 1024, 128, 64, 128, 1024, 384, 6, 3072, 2.5)
+VOCABULARY = 129280  # of both
 WIDTHS = {"small": SMALL, "flash": FLASH, "pro": PRO}

@@ -1,118 +1,24 @@
 """Contracts of `sparse_attention` and `hca_attention`."""
 
-import math
 from functools import partial
 
 import torch
 
 from dsv4.kernels.attention import exact
+from dsv4.kernels.attention.drawn import (
+    FAMILIES,
+    FEW_BITS,
+    last_of,
+    lists,
+    low,
+    pool,
+    queries_of,
+    rows_of,
+    unlisted,
+    unseen,
+)
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, doubles
-
-FAMILIES = ("random", "small rows", "pointed", "cancellation", "below every mask", "one row", "rotated part")
-
-
-FEW_BITS = {  # families whose packed rows, in FP8 already, leave a rounded query nothing to show in
-    "one row": "the result is one row",
-    "small rows": "logits are near zero whatever the query",
-    "cancellation": "q is zero",
-    "below every mask": "q is one number, and all logits move alike",
-}
-
-
-def rows_of(family: str, n: int, D: int, draw) -> torch.Tensor:
-    """fp32 [n, D]: what the pools of a family hold."""
-    rows = draw.rand(n, D)
-    if family == "small rows":
-        return 0.1 * rows
-    if family == "cancellation":  # +a and −a in the two halves of every list, see `lists`
-        return rows + torch.where(torch.arange(n) % 2 == 0, 16.0, -16.0).unsqueeze(1)
-    return rows
-
-
-def queries_of(family: str, last: torch.Tensor, K: int, H: int, scale: float, draw) -> tuple:
-    """(q fp32 [N, H, D], sink fp32 [H]) for queries whose last live row is `last` [N, D] of K.
-
-    pointed: the last live row and the sink weigh as much as all other rows together. cancellation: q = 0, so that all
-    rows weigh the same. below every mask: all logits near −1.2e4, where a mask of −1e4 would win. rotated part: the
-    last dims alone decide."""
-    N, D = last.shape
-    sink = draw.shuffled(torch.linspace(-4, 4, H))
-    noise = draw.rand(N, H, D)
-    unit = last / last.square().sum(-1, keepdim=True).clamp(min=1e-6)
-    aim = lambda logit: (unit * (logit / scale)).unsqueeze(1)
-    if family == "pointed":
-        want = torch.full((H,), math.log(max(K, 2)))
-        return aim(math.log(max(K, 2))) + 0.05 * noise, want
-    if family == "cancellation":
-        return torch.zeros(N, H, D), sink
-    if family == "below every mask":
-        return noise, torch.full((H,), -1.2e4)
-    if family == "one row":
-        return noise, torch.full((H,), float("-inf"))
-    if family == "rotated part":
-        return torch.cat((0.01 * noise[..., : D // 2], 3 * noise[..., D // 2 :]), -1), sink
-    return noise, sink
-
-
-def lists(family: str, n: int, N: int, K: int, draw) -> torch.Tensor:
-    """int64 [N, K]: rows below n, each list with its own holes.
-
-    Row 0 of the pool is never listed, so that a −1 that is gathered as row 0 brings in something. Query 0 has no hole,
-    the next ones have −1 at the end, at the start, in the middle, everywhere, everywhere but at the last place, and one
-    row twice."""
-    index = 1 + draw.choose(n - 1, N, K) if n > K else 1 + draw.below(n - 1, N, K)
-    if family == "cancellation":  # even rows first, so that sums grow before they cancel
-        index = index.gather(1, (index % 2).argsort(dim=1, stable=True))
-    holes = (
-        lambda row: row,
-        lambda row: torch.cat((row[: K // 2 + 1], torch.full((K - K // 2 - 1,), -1))),
-        lambda row: torch.cat((torch.full((K // 3,), -1), row[K // 3 :])),
-        lambda row: torch.where((torch.arange(K) // max(1, K // 5)) % 2 == 1, -1, row),
-        lambda row: torch.full((K,), -1),
-        lambda row: torch.where(torch.arange(K) < K - 1, -1, row),
-        lambda row: torch.cat((row[:-1], row[:1])),
-    )
-    for i in range(N):
-        if family != "cancellation":
-            index[i] = holes[(i + draw.seed) % len(holes)](index[i])
-        if family == "one row":
-            index[i] = torch.where(torch.arange(K) == (7 * i) % K, 1 + (3 * i) % (n - 1), -1)
-    return index
-
-
-def last_of(*parts) -> torch.Tensor:
-    """The last live row fp32 [N, D] of lists (rows [N, K, D], present [N, K])…; zeros of an empty one."""
-    found = None
-    for rows, present in parts:
-        at = (present.long() * (1 + torch.arange(present.shape[1]))).amax(1)
-        row = rows[torch.arange(len(rows)), (at - 1).clamp(min=0)].float()
-        found = row if found is None else torch.where((at > 0).unsqueeze(1), row, found)
-    return found
-
-
-def pool(values: torch.Tensor, form, rope: int, draw):
-    """Rows fp32 [n, D] in the activations' dtype, or packed."""
-    return values.to(draw.dtype) if form is None else draw.packed(form, values, rope)
-
-
-def unlisted(rows, *indices: torch.Tensor) -> torch.Tensor:
-    """What of a pool no list names: bool mask over rows [R, 1], or over the bytes of packed pages."""
-    if isinstance(rows, PackedRows):
-        return bytes_outside(rows, torch.cat([i.flatten() for i in indices]))
-    free = torch.ones(len(rows), 1, dtype=torch.bool)
-    for index in indices:
-        free[index[index >= 0]] = False
-    return free
-
-
-def bytes_outside(rows: PackedRows, listed: torch.Tensor) -> torch.Tensor:
-    """bool like `data`: bytes of rows of a flat pool that are not listed, and the padding of pages."""
-    free = rows._replace(data=torch.ones_like(rows.data))
-    live = listed[listed >= 0]
-    free.payload[live // PAGE, live % PAGE] = 0
-    free.scales[live // PAGE, live % PAGE] = 0
-    return free.data.bool()
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, doubles
 
 
 def sparse_cases(w, draw):
@@ -142,7 +48,7 @@ def _sparse_case(family, form, N, w, draw, entries=True) -> Case:
     parts = [exact._listed(window, near)] + ([exact._listed(kept, far)] if entries else [])
     q, sink = queries_of(family, last_of(*parts), W + K * entries, H, scale, draw)
     if family == "below every mask":
-        q, window, kept = _low(q, window, kept, form, rope, scale, draw)
+        q, window, kept = low(q, window, kept, form, rope, scale, draw)
     given = (kept, far) if entries else (None, None)
     unread = {"window": unlisted(window, near)} | ({"entries": unlisted(kept, far)} if entries else {})
     exempt = {"lower precision": FEW_BITS[family]} if form and family in FEW_BITS else {}
@@ -150,26 +56,42 @@ def _sparse_case(family, form, N, w, draw, entries=True) -> Case:
     return Case(label, family, (q.to(draw.dtype), window, near, *given, sink, scale, False, 1), unread, exempt)
 
 
-def _low(q, window, kept, form, rope, scale, draw):
-    """Queries and pools with q·row·scale ≈ −1.2e4 ± 1: row = 1 + noise, q = −a + noise."""
-    D = q.shape[-1]
-    plain = [1 + 0.02 * torch.randn(len(doubles(p)), D, generator=draw.g) for p in (window, kept)]
-    low = torch.full_like(q, -1.2e4 / scale / D)
-    return low, *(pool(p, form, rope, draw) for p in plain)
-
-
-def sparse_timed(w, draw):
-    """One decode step of a CSA layer: full lists into the rows of each sequence, packed, and plain where those of a few
-    sequences fit."""
+def sparse_inputs(w, draw, tokens, window, kept, each=0, prompt=False, ascending=True) -> tuple:
+    """Full lists of one token of each of so many sequences, into `each` entries of its own, in ascending order as a
+    selection has them or in any. prompt: of all tokens of one sequence. window, kept: formats of the pools, 'fp8' or
+    plain; kept=None: the window alone."""
     H, D, W, K, rope = w.num_attention_heads, w.head_dim, w.sliding_window, w.index_topk, w.qk_rope_head_dim
-    for form, N in (*((RowFormat.KV_FP8, N) for N in (1, 8, 32, 128)), (None, 1), (None, 32)):
-        each = 2 * K
-        near = torch.arange(W) + W * torch.arange(N).unsqueeze(1)
-        far = draw.choose(each, N, K) + each * torch.arange(N).unsqueeze(1)
-        window, entries = (pool(draw.rand(n, D), form, rope, draw) for n in (N * W, N * each))
-        sink = draw.shuffled(torch.linspace(-4, 4, H))
-        label = f"{N} sequences" if form else f"{N} sequences, plain rows"
-        yield Case(label, "timed", (draw.act(N, H, D), window, near, entries, far, sink, D**-0.5, True, 1))
+    row, slots = (torch.arange(n, device=draw.device) for n in (tokens, W))
+    near = row.unsqueeze(1) + slots + 1 if prompt else row.unsqueeze(1) * W + slots
+    far, entries = None, None
+    if kept:
+        far = draw.chosen(each, tokens, K)
+        far = (far.sort(-1).values if ascending else far) + (0 if prompt else each * row.unsqueeze(1))
+        entries = draw.pool(POOLS.get(kept), each * (1 if prompt else tokens), D, rope)
+    rows = draw.pool(POOLS.get(window), tokens + W if prompt else tokens * W, D, rope)
+    sink = torch.linspace(-4, 4, H, device=draw.device)
+    return draw.act(tokens, H, D), rows, near, entries, far, sink, D**-0.5, True, 1
+
+
+def sparse_sizes(w) -> dict:
+    """Decode steps of CSA layers, whose lists are as long as they can be, and prompts."""
+    K, both = w.index_topk, lambda form: dict(window=form, kept=form)
+    timed = [dict(tokens=N, **both("fp8"), each=2 * K, ascending=False) for N in (1, 8, 32, 128)]
+    timed += [dict(tokens=N, **both("bf16"), each=2 * K, ascending=False) for N in (1, 32)]
+    bench = [dict(tokens=B, **both(form), each=8192) for form in ("bf16", "fp8") for B in (1, 8, 64)]
+    bench += [dict(tokens=T, **both("bf16"), each=max(K, T // 4), prompt=True) for T in (1024, 4096)]
+    compiled = [pair | dict(tokens=N, each=max(K, 65536 // N)) for pair in PAIRS for N in (1, 8, 64, 4096)]
+    return {"timed": timed, "bench": bench, "compiled": compiled}
+
+
+POOLS = {"fp8": RowFormat.KV_FP8}
+PAIRS = [
+    dict(window=window, kept=kept, dtype=torch.float32 if window == "fp32" else torch.bfloat16)
+    for window, kept in (
+        *(("bf16", "bf16"), ("fp8", "fp8"), ("bf16", "fp8"), ("fp8", "bf16")),
+        *(("fp32", "fp32"), ("fp32", "fp8")),
+    )
+]
 
 
 def sparse_work(q, window, window_index, entries, entry_index, *rest) -> Work:
@@ -216,7 +138,11 @@ SPARSE = Contract(
     EDGES,
     {"q": 0, "window_index": 0, "entry_index": 0},
     {"window": "window_index", "entries": "entry_index"},
-    timed=sparse_timed,
+    production=Production(
+        sparse_inputs,
+        sparse_sizes,
+        lambda tokens, window, **_: f"{tokens} sequences{', plain rows' * (window not in POOLS)}",
+    ),
 )
 
 
@@ -247,7 +173,7 @@ def _hca_case(family, form, B, T, w, draw) -> Case:
     seen = torch.arange(n) < visible.view(-1, 1)
     q, sink = queries_of(family, last_of(exact._listed(window, near), (plain, seen)), W + n, H, scale, draw)
     if family == "below every mask":
-        q, window, _ = _low(q, window, window, form, rope, scale, draw)
+        q, window, _ = low(q, window, window, form, rope, scale, draw)
     unread = {"window": unlisted(window, near), "entries": unseen(kept, visible.amax(1))}
     label = f"{B} rows of {T} tokens, {'packed' if form else 'plain'}"
     exempt = {"lower precision": FEW_BITS[family]} if form and family in FEW_BITS else {}
@@ -255,25 +181,25 @@ def _hca_case(family, form, B, T, w, draw) -> Case:
     return Case(label, family, arguments, unread, exempt)
 
 
-def unseen(rows, live: torch.Tensor) -> torch.Tensor:
-    """What of the entries of a batch no query of the row sees: bool mask over [B, n, 1] or over packed bytes; live
-    [B]."""
-    if not isinstance(rows, PackedRows):
-        return (torch.arange(rows.shape[1]) >= live.unsqueeze(1)).unsqueeze(-1)
-    runs = [bytes_outside(rows._replace(data=run), torch.arange(int(n))) for run, n in zip(rows.data, live)]
-    return torch.stack(runs)
+def hca_inputs(w, draw, batch, entries, window, kept, tokens=1) -> tuple:
+    """Full windows and as many entries as there are, of every token. window, kept: formats of the pools."""
+    H, D, W, rope, N = w.num_attention_heads, w.head_dim, w.sliding_window, w.qk_rope_head_dim, batch * tokens
+    near = torch.arange(N * W, device=draw.device).view(N, W)
+    rows = draw.pool(POOLS.get(window), N * W, D, rope)
+    runs = draw.pool(POOLS.get(kept), entries, D, rope, batch)
+    visible = torch.full((batch, tokens), entries, device=draw.device)
+    sink = torch.linspace(-4, 4, H, device=draw.device)
+    return draw.act(batch, tokens, H, D), rows, near, runs, visible, sink, D**-0.5, True
 
 
-def hca_timed(w, draw):
-    """One decode step of an HCA layer at contexts of 16K and 128K tokens (one entry for 128), packed."""
-    H, D, W = w.num_attention_heads, w.head_dim, w.sliding_window
-    for B, n in ((1, 128), (1, 1024), (32, 128), (32, 1024)):
-        near = torch.arange(W) + W * torch.arange(B).unsqueeze(1)
-        window = draw.packed(RowFormat.KV_FP8, draw.rand(B * W, D), w.qk_rope_head_dim)
-        entries = draw.packed(RowFormat.KV_FP8, draw.rand(B, n, D), w.qk_rope_head_dim)
-        visible, sink = torch.full((B, 1), n), draw.shuffled(torch.linspace(-4, 4, H))
-        arguments = draw.act(B, 1, H, D), window, near, entries, visible, sink, D**-0.5, True
-        yield Case(f"{B} sequences, {n} entries", "timed", arguments)
+def hca_sizes(w) -> dict:
+    """Decode steps of HCA layers at contexts of 8K to 1M tokens (one entry for 128), and a prompt."""
+    both = lambda form: dict(window=form, kept=form)
+    timed = [dict(batch=B, entries=n, **both("fp8")) for B, n in ((1, 128), (1, 1024), (32, 128), (32, 1024))]
+    bench = [dict(batch=B, entries=n, **both(form)) for form in ("bf16", "fp8") for n in (1024, 8192) for B in (1, 8)]
+    shapes = ((1, 1, 64), (1, 1, 8192), (8, 1, 8192), (1, 4096, 1024))
+    compiled = [pair | dict(batch=B, tokens=T, entries=n) for pair in PAIRS for B, T, n in shapes]
+    return {"timed": timed, "bench": bench, "compiled": compiled}
 
 
 def hca_work(q, window, window_index, entries, visible, *rest) -> Work:
@@ -308,6 +234,6 @@ HCA = Contract(
     hca_work,
     EDGES,
     pools={"window": "window_index", "entries": None},
-    timed=hca_timed,
+    production=Production(hca_inputs, hca_sizes, lambda batch, entries, **_: f"{batch} sequences, {entries} entries"),
 )
 CONTRACTS = (SPARSE, HCA)

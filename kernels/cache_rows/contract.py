@@ -4,7 +4,7 @@ import torch
 
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, PackedRows, RowFormat, pack_layout
 from dsv4.kernels.cache_rows.reference import write_rows
-from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.quantize.exact import E2M1_GRID, E4M3_GRID, FP4_FLOOR, FP8_FLOOR, block_codes
 
 PAGES = 3
@@ -113,6 +113,25 @@ def work(rows: PackedRows, slots, values) -> Work:
     return Work(moved, 3 * values.numel(), f"M·D·{values.element_size()} + M·{row} + 4·M; 3·M·D")
 
 
+def inputs(w, draw, form, width, rope, rows) -> tuple:
+    """Every other row of a pool."""
+    slots = torch.arange(rows, device=draw.device) * 2 + draw.seed % 2
+    return draw.pool(form, 2 * rows + PAGE, width, rope), slots, draw.act(rows, width)
+
+
+def sizes(w) -> dict:
+    """A decode step and a prompt in each format; compiled with rotated columns of a small model too."""
+    kv = dict(form=RowFormat.KV_FP8, width=w.head_dim, rope=w.qk_rope_head_dim)
+    keys = [dict(form=form, width=w.index_head_dim, rope=0) for form in (RowFormat.INDEX_FP8, RowFormat.INDEX_FP4)]
+    small = dict(form=RowFormat.KV_FP8, width=64, rope=32)
+    return {
+        "bench": [form | dict(rows=M) for form in (kv, *reversed(keys)) for M in (8, 4096)],
+        "compiled": [
+            form | dict(rows=8, dtype=dtype) for form in (kv, small, *keys) for dtype in (torch.bfloat16, torch.float32)
+        ],
+    }
+
+
 WRITE_ROWS = Contract(
     "write_rows",
     "Encode rows of numbers and store them in pages of packed rows.",
@@ -137,5 +156,6 @@ WRITE_ROWS = Contract(
         "scales are powers of two, rounded up; the padding byte of a row's scales is 0",
         "slots below 0 and slots that occur twice do not occur",
     ),
+    production=Production(inputs, sizes),
 )
 CONTRACTS = (WRITE_ROWS,)

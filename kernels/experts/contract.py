@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.experts import exact
 from dsv4.kernels.experts.drawn import (
     BELOW,
@@ -97,6 +97,39 @@ def expert_work(x, indices, routing, w13, w2, limit: float, simulate: bool) -> W
     return Work(moved, 3 * N * k * I2 * D, f"listed experts + N·D·{x.element_size()} + 4·N·D + 8·N·k; 6·N·k·I·D")
 
 
+def expert_inputs(w, draw, form, tokens, simulate=False) -> tuple:
+    """Lists of experts that are all as likely."""
+    d, I, E, k = w.hidden_size, w.moe_intermediate_size, w.n_routed_experts, w.num_experts_per_tok
+    indices, routing = draw.chosen(E, tokens, k), draw.uniform(0, 1 / 3, tokens, k)
+    w13 = drawn.stored(form, E, 2 * I, d, draw=draw, parts=2)
+    return draw.act(tokens, d), indices, routing, w13, drawn.stored(form, E, d, I, draw=draw), w.swiglu_limit, simulate
+
+
+def expert_sizes(w) -> dict:
+    """Decode steps and prompts in both FP4 formats; compiled for fp32 tokens in every format."""
+    tokens = {MXFP4: (1, 2, 4, 8, 16, 32, 64, 256, 4096), NVFP4: (1, 8)}
+    return {
+        "bench": [dict(form=f, tokens=N, simulate=s) for f in tokens for N in tokens[f] for s in (False, True)],
+        "compiled": [dict(form=form, tokens=8, dtype=torch.float32) for form in SHARED_FORMS],
+    }
+
+
+def moe_inputs(w, draw, form, tokens, simulate=False) -> tuple:
+    """Routed experts together with the shared one, in the format that goes with theirs."""
+    x, *routed, limit, _ = expert_inputs(w, draw, form, tokens)
+    shared = shared_inputs(w, draw, SHARED_FORMS[form], tokens)[1:4]
+    return x, *routed, shared, limit, simulate, simulate
+
+
+def moe_sizes(w) -> dict:
+    """Decode steps; compiled for prompts and the other formats too."""
+    most = [dict(form=MXFP4, tokens=N, simulate=s) for N in (1, 8, 16, 64, 300, 1500, 6000) for s in (False, True)]
+    others = [dict(form=form, tokens=N) for form in (NVFP4, FP8, DENSE) for N in (1, 12, 1500)]
+    return {"bench": [dict(form=MXFP4, tokens=N) for N in (1, 8)], "compiled": most + others}
+
+
+SHARED_FORMS = {MXFP4: FP8, NVFP4: NVFP4, FP8: FP8, DENSE: DENSE}  # of the shared expert, by that of the routed ones
+MOE = Production(moe_inputs, moe_sizes)  # of the composition, which has no contract
 X = Argument("x", ("num_tokens", "hidden"), "activation", "inputs")
 TAIL = (
     Argument("limit", None, "float32", "gate counts at most limit, up counts within ±limit"),
@@ -138,6 +171,7 @@ EXPERTS = Contract(
     expert_work,
     (*EDGES, "experts may be empty, or have all tokens", "weights of an expert that no token lists are not read"),
     {"x": 0, "indices": 0, "routing": 0},
+    production=Production(expert_inputs, expert_sizes),
 )
 
 
@@ -182,6 +216,17 @@ def shared_work(x, w1, w3, w2, limit: float, simulate: bool) -> Work:
     )
 
 
+def shared_inputs(w, draw, form, tokens) -> tuple:
+    """Three matrices as a checkpoint holds them."""
+    d, I = w.hidden_size, w.moe_intermediate_size
+    w1, w3, w2 = (drawn.stored(form, *shape, draw=draw) for shape in ((I, d), (I, d), (d, I)))
+    return draw.act(tokens, d), w1, w3, w2, w.swiglu_limit, False
+
+
+def shared_sizes(w) -> dict:
+    return {"compiled": [dict(form=form, tokens=1) for form in SHARED_FORMS.values()]}
+
+
 SHARED = Contract(
     "shared_expert",
     "One SwiGLU expert for all tokens: w2 · (silu(w1 x) · w3 x), clamped.",
@@ -199,5 +244,6 @@ SHARED = Contract(
     shared_work,
     EDGES,
     {"x": 0},
+    production=Production(shared_inputs, shared_sizes),
 )
 CONTRACTS = (EXPERTS, SHARED)

@@ -2,13 +2,21 @@
 
 import torch
 
-from dsv4.kernels.attention.contract import unseen
+from dsv4.kernels.attention.drawn import unseen
 from dsv4.kernels.cache_rows import PackedRows, RowFormat
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK
-from dsv4.kernels.contract import BITS, CODES, SET, Argument, Case, Contract, Output, Work, doubles
+from dsv4.kernels.contract import BITS, CODES, SET, Argument, Case, Contract, Output, Production, Work, doubles
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import EPS
-from dsv4.kernels.indexer.contract import SCORES, exact_entries, exact_scores, held_by_fp8
+from dsv4.kernels.indexer.contract import (
+    RATIO,
+    SCORES,
+    exact_entries,
+    exact_scores,
+    held_by_fp8,
+    score_inputs,
+    score_sizes,
+)
 
 OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
 GAPS = {None: 1e-5, RowFormat.INDEX_FP8: 2e-4, RowFormat.INDEX_FP4: 1e-5}  # FP8 tensor cores keep 14 bits
@@ -219,6 +227,18 @@ def select_work(q, weights, keys, visible, k) -> Work:
     )
 
 
+def select_inputs(w, draw, k, **sizes) -> tuple:
+    """As of the scores."""
+    return *score_inputs(w, draw, **sizes), k
+
+
+def select_sizes(w) -> dict:
+    """Decode steps and prompts with FP4 keys."""
+    steps = [sizes for sizes in score_sizes(w)["bench"] if sizes["keys"] == "fp4"]
+    prompts = [dict(keys="fp4", entries=T // RATIO, prompt=True) for T in (8192, 131072)]
+    return {"bench": [sizes | dict(k=w.index_topk) for sizes in steps + prompts]}
+
+
 SELECT = Contract(
     "select_entries",
     "The k best entries of each query by index score.",
@@ -236,5 +256,6 @@ SELECT = Contract(
     select_work,
     ("fewer visible entries than k: the rest is −1", "of fewer than k entries in all the result has as many columns"),
     {"q": 0, "weights": 0, "keys": 0, "visible": 0},
+    production=Production(select_inputs, select_sizes),
 )
 CONTRACTS = (STORE_ROWS, POOL_ENTRIES, SELECT)

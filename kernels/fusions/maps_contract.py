@@ -1,14 +1,13 @@
-"""Contracts of compositions of linear maps and of hyper-connections."""
+"""Contracts of compositions of linear maps."""
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, doubles, tensors
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, doubles, tensors
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import CIS, rows_of
-from dsv4.kernels.hyper_connections import contract as mhc
-from dsv4.kernels.hyper_connections import inputs
 from dsv4.kernels.linear import drawn
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, simulate_fp8_blocks
+from dsv4.kernels.widths import VOCABULARY
 
 FP8_ACTIVATIONS = 128  # columns of one scale
 
@@ -75,6 +74,44 @@ def linear_work(x, norm, eps, weights, simulate, dtypes) -> Work:
     return Work(moved, 2 * N * K * sum(O), "N·K·b + weights + N·ΣO·b; 2·N·K·ΣO")
 
 
+def linear_inputs(w, draw, kind, tokens, simulate=False) -> tuple:
+    """One token a row through the maps of `kinds`, those of FP8 with activations in FP8 if `simulate`."""
+    parts, width, normed = kinds(w)[kind]
+    weights = tuple(drawn.stored(form, O, width, draw=draw) for form, O in parts)
+    flags = tuple(simulate and form == drawn.FP8 for form, _ in parts)
+    dtypes = tuple(torch.float32 if form == drawn.DENSE and O > w.index_n_heads else None for form, O in parts)
+    return draw.act(tokens, width), draw.act(width) if normed else None, w.rms_norm_eps, weights, flags, dtypes
+
+
+def kinds(w) -> dict[str, tuple]:
+    """What a V4 model does in one launch: name → ((format, rows) of each map, columns, whether a norm comes first)."""
+    compressor = ((drawn.DENSE, 4 * w.head_dim), (drawn.DENSE, 4 * w.index_head_dim))
+    latents = ((drawn.FP8, w.q_lora_rank), (drawn.FP8, w.head_dim))
+    queries = (
+        (drawn.FP8, w.num_attention_heads * w.head_dim),
+        (drawn.FP8, w.index_n_heads * w.index_head_dim),
+    )
+    return {
+        "maps of a CSA layer": ((*latents, *compressor, (drawn.DENSE, w.index_n_heads)), w.hidden_size, False),
+        "compressor projections": (compressor, w.hidden_size, False),
+        "maps of queries": (queries, w.q_lora_rank, True),
+        "head": (((drawn.DENSE, VOCABULARY),), w.hidden_size, False),
+    }
+
+
+def linear_sizes(w) -> dict:
+    """Decode steps of a token and of several."""
+    quantised = [kind for kind, (parts, *_) in kinds(w).items() if any(form != drawn.DENSE for form, _ in parts)]
+    bench = [
+        dict(kind=kind, tokens=N, simulate=simulate)
+        for kind in kinds(w)
+        for N in (1, 8)
+        for simulate in ((False, True) if kind in quantised else (False,))
+    ]
+    compiled = [dict(kind=k, tokens=N, simulate=s) for N in (1, 10) for s in (True, False) for k in quantised]
+    return {"bench": bench, "compiled": compiled}
+
+
 LINEARS = Contract(
     "linears",
     "Several linear maps of one input, normalised first unless there is no norm.",
@@ -99,6 +136,7 @@ LINEARS = Contract(
     linear_work,
     ("a simulated map quantises the norm's result after its rounding", "a row of zeros gives zeros"),
     {"x": 0},
+    production=Production(linear_inputs, linear_sizes),
 )
 
 
@@ -136,6 +174,17 @@ def heads_work(o, cis, w, groups) -> Work:
     return Work(moved, flops, "N·H·D·b + weight + N·O·b; 2·N·O·H·D / groups")
 
 
+def head_inputs(w, draw, tokens) -> tuple:
+    """Heads in bf16 through a weight in FP8."""
+    H, D, G = w.num_attention_heads, w.head_dim, w.o_groups
+    matrix = drawn.stored(drawn.FP8, G * w.o_lora_rank, H * D // G, draw=draw)
+    return draw.act(tokens, H, D), draw.angles(w.qk_rope_head_dim // 2, tokens), matrix, G
+
+
+def head_sizes(w) -> dict:
+    return {"bench": [dict(tokens=N) for N in (1, 8, 512)], "compiled": [dict(tokens=N) for N in (1, 10)]}
+
+
 PROJECT_HEADS = Contract(
     "project_heads",
     "Output heads, rotated, through the grouped projection.",
@@ -155,110 +204,8 @@ PROJECT_HEADS = Contract(
     heads_work,
     ("cis is the conjugate already: it undoes the rotation",),
     {"o": 0, "cis": 0},
+    production=Production(head_inputs, head_sizes),
 )
 
 
-# ---- hyper-connections ------------------------------------------------------------------------
-
-
-def _normed(connection, w, draw) -> tuple:
-    return *connection, draw.act(w.hidden_size), w.rms_norm_eps
-
-
-def pre_cases(w, draw):
-    for family in inputs.FAMILIES:
-        yield Case("5 tokens", family, _normed(inputs.connection(family, 5, w, draw), w, draw), exempt=_exempt(family))
-    yield Case("1 token", "random", _normed(inputs.connection("random", 1, w, draw), w, draw))
-
-
-def _exempt(family: str) -> dict:
-    return {"lower precision": "every number is exact in FP8"} if family in ("coded", "integers") else {}
-
-
-def _both(merges, connections, w):
-    """Pairs of families, each of them at least once."""
-    n = max(len(merges), len(connections))
-    return [(merges[i % len(merges)], connections[i % len(connections)]) for i in range(n)]
-
-
-def post_pre_cases(w, draw):
-    """Families of both halves; the streams between them are what the first half makes."""
-    connections = [f for f in inputs.FAMILIES if f not in ("zeros", "where eps decides", "cancellation", "steep gates")]
-    for turn, (family, other) in enumerate(_both(inputs.MERGES, connections, w)):
-        merge = inputs.merge(family, 5, w, draw)
-        rest = _normed(inputs.connection(other, 5, w, draw, turn)[1:], w, draw)
-        yield Case("5 tokens", f"{family}, {other}", (*merge, *rest), exempt=_exempt(family))
-    for N in (1, 17):
-        rest = _normed(inputs.connection("random", N, w, draw)[1:], w, draw)
-        yield Case(f"{N} tokens", "random", (*inputs.merge("random", N, w, draw), *rest))
-
-
-def post_head_cases(w, draw):
-    """As `post_pre_cases`, with the head's gates."""
-    connections = ("random", "closed gates", "open gates")
-    for family, other in _both(inputs.MERGES, connections, w):
-        rest = _normed(inputs.head(other, 5, w, draw)[1:], w, draw)
-        yield Case("5 tokens", f"{family}, {other}", (*inputs.merge(family, 5, w, draw), *rest), exempt=_exempt(family))
-    for N in (1, 17):
-        rest = _normed(inputs.head("random", N, w, draw)[1:], w, draw)
-        yield Case(f"{N} tokens", "random", (*inputs.merge("random", N, w, draw), *rest))
-
-
-def pre_work(streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps) -> Work:
-    """As `mhc_pre`, and the norm's weight."""
-    found = mhc.pre_work(streams, fn, scale, base, iters, eps, norm_eps)
-    return Work(found.bytes + weight.numel() * weight.element_size(), found.flops, f"{found.formula}; norm d·b")
-
-
-def post_pre_work(out, streams, post, comb, fn, *rest) -> Work:
-    """As `mhc_post`, fn, and one row a token out: the new streams need not be read again."""
-    found, (N, n, d) = mhc.post_work(out, streams, post, comb), streams.shape
-    moved = found.bytes + N * d * streams.element_size() + 4 * (fn.numel() + N * (fn.shape[0] - n))
-    return Work(
-        moved, found.flops + 2 * N * n * d * (fn.shape[0] + 2), f"{found.formula}; N·d·b + 4·fn; 2·N·n·d·(M + 2)"
-    )
-
-
-NORM = (
-    Argument("weight", ("hidden",), "activation", "of the norm of the sublayer's input"),
-    Argument("rms_eps", None, "float32", "of that norm"),
-)
-NEW = mhc.POST.outputs[0]
-X = Output("x", ("num_tokens", "hidden"), "activation", "normalised", liberty="it may be rounded before the norm")
-MHC_PRE_NORM = Contract(
-    "mhc_pre_norm",
-    "`mhc_pre`, and the norm of the sublayer's input.",
-    (*mhc.PRE.arguments, *NORM),
-    (X, *mhc.WEIGHTS),
-    exact.mhc_pre_norm,
-    {"rounded-between": exact.DEFINED.mhc_pre_norm},
-    pre_cases,
-    pre_work,
-    mhc.PRE.edges,
-    {"streams": 0},
-)
-MHC_POST_PRE_NORM = Contract(
-    "mhc_post_pre_norm",
-    "`mhc_post`, then `mhc_pre` of the new streams, and the norm of the sublayer's input.",
-    (*mhc.MERGE, *mhc.MIXING, *NORM),
-    (NEW, X, *mhc.WEIGHTS),
-    exact.mhc_post_pre_norm,
-    {"rounded-between": exact.DEFINED.mhc_post_pre_norm},
-    post_pre_cases,
-    post_pre_work,
-    ("gates are of the new streams, which may be rounded before", *mhc.PRE.edges),
-    mhc.POST.batch,
-)
-MHC_POST_HEAD_NORM = Contract(
-    "mhc_post_head_norm",
-    "`mhc_post`, then `mhc_head` of the new streams, and the final norm.",
-    (*mhc.MERGE, *mhc.HEAD_MIXING, *NORM),
-    (NEW, X),
-    exact.mhc_post_head_norm,
-    {"rounded-between": exact.DEFINED.mhc_post_head_norm},
-    post_head_cases,
-    post_pre_work,
-    ("gates are of the new streams, which may be rounded before",),
-    mhc.POST.batch,
-)
-CONTRACTS = (LINEARS, PROJECT_HEADS, MHC_PRE_NORM, MHC_POST_PRE_NORM, MHC_POST_HEAD_NORM)
+CONTRACTS = (LINEARS, PROJECT_HEADS)

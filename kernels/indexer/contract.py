@@ -2,10 +2,10 @@
 
 import torch
 
-from dsv4.kernels.attention.contract import unseen
+from dsv4.kernels.attention.drawn import unseen
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK
-from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work, doubles
+from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Production, Work, doubles
 from dsv4.kernels.honest import fp8_sums
 from dsv4.kernels.indexer import reference
 
@@ -84,15 +84,30 @@ def _score_case(family, form, B, T, w, draw) -> Case:
     return Case(f"{B} rows of {T} tokens, {kind}", family, (q.to(draw.dtype), weights, packed, visible), unread, exempt)
 
 
-def score_timed(w, draw):
-    """One decode step at contexts of 16K and 128K tokens (one entry for 4), keys in both packed formats."""
-    H, D = w.index_n_heads, w.index_head_dim
-    for form, kind in ((RowFormat.INDEX_FP8, "FP8"), (RowFormat.INDEX_FP4, "FP4")):
-        for B, n in ((1, 4096), (1, 32768), (8, 32768)):
-            q = (draw.rand(B, 1, H, D) / 4).to(torch.float8_e4m3fn).float() * 4
-            keys, visible = draw.packed(form, draw.rand(B, n, D)), torch.full((B, 1), n)
-            arguments = q.to(draw.dtype), draw.rand(B, 1, H) * H**-0.5, keys, visible
-            yield Case(f"{B} sequences, {n} {kind} keys", "timed", arguments)
+def score_inputs(w, draw, keys, entries, batch=1, prompt=False) -> tuple:
+    """Queries of one token that see every entry of their row, or those of a prompt, which see the entries before them.
+    keys: their format, 'fp8', 'fp4' or plain."""
+    H, D, tokens = w.index_n_heads, w.index_head_dim, RATIO * entries if prompt else 1
+    q, weights = draw.rand(batch, tokens, H, D), draw.rand(batch, tokens, H) * H**-0.5
+    pool = draw.pool(KEYS.get(keys), entries, D, batch=batch)
+    visible = torch.full((batch, tokens), entries, device=draw.device)
+    if prompt:
+        visible = ((torch.arange(tokens, device=draw.device) + 1) // RATIO).expand(batch, tokens)
+    return (held_by_fp8(q) if keys != "bf16" else q).to(draw.dtype), weights, pool, visible
+
+
+def score_sizes(w) -> dict:
+    """One decode step, at contexts of 8K to 1M tokens (one entry for 4), keys in each format."""
+    timed = [dict(keys=form, entries=n, batch=B) for form in ("fp8", "fp4") for B, n in STEPS]
+    contexts = [(B, n) for B in (1, 8) for n in (SHORT, LONG, LONGEST)]
+    bench = [dict(keys=form, entries=n, batch=B) for form in ("fp4", "fp8", "bf16") for B, n in contexts]
+    return {"timed": timed, "bench": bench}
+
+
+RATIO = 4  # tokens of one entry
+SHORT, LONG, LONGEST = 2048, 32768, 262144  # entries of 8K, 128K and 1M tokens
+STEPS = (1, 4096), (1, LONG), (8, LONG)
+KEYS = {"fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
 
 
 def score_work(q, weights, keys, visible) -> Work:
@@ -124,7 +139,9 @@ SCORES = Contract(
     ("a query that sees no entry has −inf everywhere", "tokens of a row see different numbers of entries"),
     {"q": 0, "weights": 0, "keys": 0, "visible": 0},
     {"keys": None},
-    timed=score_timed,
+    production=Production(
+        score_inputs, score_sizes, lambda keys, entries, batch: f"{batch} sequences, {entries} {keys.upper()} keys"
+    ),
 )
 
 
@@ -170,10 +187,19 @@ def _entry_case(family, scores, k, draw) -> Case:
     return Case(f"{n} entries, the best {k}", family, (scores, k, visible), {"scores": hidden}, exempt)
 
 
-def entry_timed(w, draw):
-    """Selections of one decode step at contexts of 16K, 128K and 512K tokens."""
-    for B, n in ((1, 4096), (1, 32768), (1, 131072), (32, 4096), (32, 32768)):
-        yield Case(f"{B} sequences, {n} scores", "timed", (draw.rand(B, 1, n), w.index_topk, torch.full((B, 1), n)))
+def entry_inputs(w, draw, entries, batch=1, k=0) -> tuple:
+    """Scores of one token of each row, all of them visible."""
+    return draw.rand(batch, 1, entries), k or w.index_topk, torch.full((batch, 1), entries, device=draw.device)
+
+
+def entry_sizes(w) -> dict:
+    """Selections of one decode step at contexts of 8K to 1M tokens."""
+    k, shapes = w.index_topk, ((1, 4096), (1, LONG), (1, 131072), (32, 4096), (32, LONG))
+    bench = [dict(entries=n, batch=B, k=k) for B, n in ((1, SHORT), (1, LONG), (1, LONGEST), (8, LONGEST))]
+    return {
+        "timed": [dict(entries=n, batch=B) for B, n in shapes],
+        "bench": [*bench, dict(entries=LONGEST, batch=1, k=2 * k)],
+    }
 
 
 def entry_work(scores, k, visible=None) -> Work:
@@ -204,7 +230,7 @@ ENTRIES = Contract(
     entry_work,
     ("fewer visible entries than k: the rest is −1", "−0.0 and +0.0 are equal"),
     {"scores": 0, "visible": 0},
-    timed=entry_timed,
+    production=Production(entry_inputs, entry_sizes, lambda entries, batch: f"{batch} sequences, {entries} scores"),
     dtypes=(torch.float32,),
 )
 CONTRACTS = (SCORES, ENTRIES)

@@ -3,13 +3,14 @@
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work, tensors
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, tensors
 from dsv4.kernels.honest import tensor_core_sums
 from dsv4.kernels.linear import drawn
 from dsv4.kernels.linear.drawn import DENSE, DENSE_FP32, FORMS, FP8, MXFP4, NVFP4, QUANTISED
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.kernels.quantize.exact import simulated_fp8, values
 from dsv4.kernels.quantize.weights import to_float
+from dsv4.kernels.widths import VOCABULARY
 
 ACTIVATION_BLOCK = 128
 ROWS = 1096  # of a wide model's matrix, so that a pass of all cases stays short
@@ -132,6 +133,44 @@ def linear_work(x, w: PackedWeight, simulate: bool = False) -> Work:
     return Work(moved, 2 * N * O * K, f"weight + N·(K + O)·{x.element_size()}; 2·N·O·K")
 
 
+def linear_inputs(w, draw, form, rows, columns, tokens, simulate=False) -> tuple:
+    """A weight as a checkpoint holds it."""
+    return draw.act(tokens, columns), drawn.stored(form, rows, columns, draw=draw), simulate
+
+
+def linear_sizes(w) -> dict:
+    """Matrices of a V4 model in its formats, for one token to a prompt; compiled in every format."""
+    d, queries = w.hidden_size, w.num_attention_heads * w.head_dim
+    square, plain, both = (d, d), (False,), (False, True)
+    fp8 = [
+        (FP8, shape, (1, 8, 16, 64), both)
+        for shape in ((queries, w.q_lora_rank), (d, w.o_groups * w.o_lora_rank), square)
+    ]
+    bench = [
+        (MXFP4, square, (1, 2, 4, 8, 16), plain),
+        (MXFP4, square, (1, 8), (True,)),
+        (NVFP4, square, (1, 8), plain),
+        *fp8,
+        (DENSE, (VOCABULARY, d), (1, 8), plain),
+        (DENSE, (4 * w.head_dim, d), (1,), plain),
+        *((form, square, (4096,), plain) for form in (MXFP4, FP8, DENSE)),
+    ]
+    compiled = [
+        dict(form=form, rows=d, columns=d, tokens=N, simulate=form in (FP8, MXFP4, NVFP4), dtype=dtype)
+        for form in FORMS[:-1]
+        for dtype, tokens in ((torch.bfloat16, (1, 16, 32, 4096)), (torch.float32, (1, 16, 100)))
+        for N in tokens
+        if form in (DENSE, MXFP4, NVFP4) or dtype is torch.bfloat16 or N == 1
+    ]
+    each = [
+        dict(form=form, rows=O, columns=K, tokens=N, simulate=simulate)
+        for form, (O, K), tokens, simulated in bench
+        for N in tokens
+        for simulate in simulated
+    ]
+    return {"bench": each, "compiled": compiled}
+
+
 WEIGHT = Argument("w", ("out_features", "in_features"), "weight", "dense, FP8 128 × 128, MXFP4 or NVFP4, as stored")
 LINEAR = Contract(
     "linear",
@@ -153,6 +192,7 @@ LINEAR = Contract(
         "a dense weight may be fp32 beside bf16 inputs, or bf16 beside fp32 ones",
     ),
     {"x": 0},
+    production=Production(linear_inputs, linear_sizes),
 )
 
 

@@ -1,5 +1,7 @@
 """Weights of every format, for the cases of contracts of products."""
 
+import math
+
 import torch
 
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, encode_e8m0, quantize_fp8, quantize_nvfp4
@@ -92,3 +94,26 @@ def every_byte(form: str, O: int, K: int, draw) -> PackedWeight:
         place = torch.where(place & 127 == 127, 1, place)
     raw = place.to(torch.uint8)
     return made._replace(weight=raw.view(made.weight.dtype))
+
+
+def stored(form: str, *shape: int, draw, parts: int = 1) -> PackedWeight:
+    """A matrix [O, K] or a stack of them in one of FORMS: random codes, with scales by which a row's norm is near 1.
+    For large weights, as speed does not depend on their values. 'dense' is bf16. parts: global scales of NVFP4."""
+    *lead, O, K = shape
+    if form in (DENSE, DENSE_FP32):
+        return PackedWeight(
+            WeightFormat.DENSE, draw.matrix(*shape).to(torch.bfloat16 if form == DENSE else torch.float32)
+        )
+    exponent = 127 - round(math.log2(K) / 2)  # of K^-0.5
+    if form in (FP8, FP8_FP32):
+        codes = draw.bytes(0, 120, *shape) | draw.bytes(0, 2, *shape) << 7  # not NaN
+        blocks = *lead, -(-O // 128), -(-K // 128)
+        scale = draw.bytes(exponent - 7, exponent - 5, *blocks).view(torch.float8_e8m0fnu)
+        scale = draw.uniform(0.01, 0.02, *blocks) * K**-0.5 if form == FP8_FP32 else scale
+        return PackedWeight(WeightFormat.FP8, codes.view(torch.float8_e4m3fn), scale)
+    codes = draw.bytes(0, 256, *lead, O, K // 2)
+    if form == MXFP4:
+        scale = draw.bytes(exponent - 2, exponent, *lead, O, K // 32)
+        return PackedWeight(WeightFormat.MXFP4, codes, scale.view(torch.float8_e8m0fnu))
+    scale = draw.bytes(0x30, 0x40, *lead, O, K // 16).view(torch.float8_e4m3fn)
+    return PackedWeight(WeightFormat.NVFP4, codes, scale, torch.full((*lead, parts), 0.3 * K**-0.5, device=draw.device))

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.rms_norm import reference
 
 
@@ -34,10 +34,14 @@ def cases(w, draw):
     yield Case("1 row", "random", (draw.act(1, d), weight, w.rms_norm_eps))
 
 
-def timed(w, draw):
+def inputs(w, draw, rows) -> tuple:
+    """So many rows of the model's width."""
+    return draw.act(rows, w.hidden_size), draw.act(w.hidden_size), w.rms_norm_eps
+
+
+def sizes(w) -> dict:
     """Rows of one decode step and of a prefill chunk."""
-    for N in (1, 32, 2048):
-        yield Case(f"{N} rows", "timed", (draw.act(N, w.hidden_size), draw.act(w.hidden_size), w.rms_norm_eps))
+    return {"timed": [dict(rows=N) for N in (1, 32, 2048)]}
 
 
 def work(x, weight, eps) -> Work:
@@ -61,6 +65,6 @@ RMS_NORM = Contract(
     work,
     ("a row of zeros gives zeros",),
     {"x": 0},
-    timed=timed,
+    production=Production(inputs, sizes, lambda rows: f"{rows} rows"),
 )
 CONTRACTS = (RMS_NORM,)

@@ -5,9 +5,10 @@ import math
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.honest import tensor_core_sums
 from dsv4.kernels.router import reference
+from dsv4.kernels.widths import FLASH, PRO, VOCABULARY
 
 GAP = 2e-3  # between the biased scores of the last expert that is chosen and the first that is not
 VOCAB = 37
@@ -206,6 +207,41 @@ def hashed_work(x, weight, table, ids, factor: float) -> Work:
     return Work(moved, 2 * N * k * D, f"experts·D·{weight.element_size()} + N·D·{x.element_size()} + 12·N·k; 2·N·k·D")
 
 
+def gate_inputs(w, draw, tokens, experts, gate=torch.bfloat16) -> tuple:
+    """(x, weight): a gate in its own dtype."""
+    return draw.act(tokens, w.hidden_size), draw.matrix(experts, w.hidden_size).to(gate)
+
+
+def scored_inputs(w, draw, tokens, experts, gate=torch.bfloat16) -> tuple:
+    bias = draw.uniform(0, 0.1, experts)
+    return *gate_inputs(w, draw, tokens, experts, gate), bias, w.num_experts_per_tok, w.routed_scaling_factor
+
+
+def scored_sizes(w) -> dict:
+    """Decode steps and a prompt; compiled for both dtypes of gates and the experts of both models."""
+    E, gates = w.n_routed_experts, (torch.bfloat16, torch.float32)
+    each = [
+        dict(tokens=N, experts=E, gate=gate)
+        for N in (1, 16, 100)
+        for gate in gates
+        for E in (FLASH.n_routed_experts, PRO.n_routed_experts)
+    ]
+    return {"bench": [dict(tokens=N, experts=E) for N in (1, 8, 64, 4096)], "compiled": each}
+
+
+def hashed_inputs(w, draw, tokens, vocabulary) -> tuple:
+    E, ids = w.n_routed_experts, torch.arange(tokens, device=draw.device) * 13
+    table = draw.chosen(E, vocabulary, w.num_experts_per_tok)
+    return *gate_inputs(w, draw, tokens, E), table, ids, w.routed_scaling_factor
+
+
+def hashed_sizes(w) -> dict:
+    return {
+        "bench": [dict(tokens=N, vocabulary=1000) for N in (1, 8)],
+        "compiled": [dict(tokens=1, vocabulary=VOCABULARY)],
+    }
+
+
 X = Argument("x", ("num_tokens", "hidden"), "activation", "inputs")
 GATE = Argument("weight", ("experts", "hidden"), "activation", "the gate's matrix")
 FACTOR = Argument("routed_scaling_factor", None, "float32", "what the weights of a token sum to")
@@ -238,6 +274,7 @@ SCORED = Contract(
     scored_work,
     (*EDGES, "which of several equal biased scores is chosen is not defined"),
     {"x": 0},
+    production=Production(scored_inputs, scored_sizes),
 )
 HASHED = Contract(
     "route_hashed",
@@ -256,5 +293,6 @@ HASHED = Contract(
     hashed_work,
     (EDGES[1], "scores of experts that no token has change nothing"),
     {"x": 0, "ids": 0},
+    production=Production(hashed_inputs, hashed_sizes),
 )
 CONTRACTS = (SCORED, HASHED)

@@ -4,20 +4,24 @@ Cases come from the launchers themselves, called on tensors without memory, so t
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
 from triton.runtime.jit import JITFunction
 
+from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.experts import triton as experts
 from dsv4.kernels.experts import triton_order, triton_prefill, triton_stream
+from dsv4.kernels.experts.contract import MOE, SHARED_FORMS
 from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear import triton_fused, triton_streams
-from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.kernels.linear.drawn import DENSE, DENSE_FP32, FP8, MXFP4
 from dsv4.kernels.quantize import triton as quantize
 from dsv4.kernels.rms_norm import triton as rms_norm
 from dsv4.kernels.rope import triton as rope
 from dsv4.kernels.router import triton as router
+from dsv4.kernels.widths import FLASH
 
 MODULES = (
     experts,
@@ -35,8 +39,8 @@ MODULES = (
 OTHERS = {"blocks", "rms_norm", "rotate"}  # kernels of other modules, which have cases of their own
 MULTIPROCESSORS = 132  # of an H100
 GPU = [(9, 0)]  # capability that cases are collected for, the last one
-E, HIDDEN, INTERMEDIATE, K, LIMIT = 256, 4096, 2048, 6, 10.0
 F32, BF16 = torch.float32, torch.bfloat16
+NAMES = {DENSE: "bf16", DENSE_FP32: "fp32"}
 POINTERS = {
     BF16: "*bf16",
     F32: "*fp32",
@@ -60,24 +64,6 @@ def cases_for(capability: tuple[int, int]) -> list[tuple]:
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-def weight(form: str, *shape: int, parts: int = 1) -> PackedWeight:
-    *lead, O, columns = shape
-    codes = lambda per: empty(*lead, O, columns // per, dtype=torch.uint8)
-    match form:
-        case "bf16" | "fp32":
-            return PackedWeight(WeightFormat.DENSE, empty(*shape, dtype=BF16 if form == "bf16" else F32))
-        case "fp8" | "fp8 fp32 scales":
-            scale = empty(*lead, -(-O // 128), -(-columns // 128), dtype=F32 if form != "fp8" else torch.float8_e8m0fnu)
-            return PackedWeight(WeightFormat.FP8, empty(*shape, dtype=torch.float8_e4m3fn), scale)
-        case "mxfp4":
-            return PackedWeight(
-                WeightFormat.MXFP4, codes(2), empty(*lead, O, columns // 32, dtype=torch.float8_e8m0fnu)
-            )
-        case "nvfp4":
-            scale = empty(*lead, O, columns // 16, dtype=torch.float8_e4m3fn)
-            return PackedWeight(WeightFormat.NVFP4, codes(2), scale, empty(*lead, parts, dtype=F32))
 
 
 def launches(name: str, call) -> list[tuple]:
@@ -119,111 +105,51 @@ def launches(name: str, call) -> list[tuple]:
     return found
 
 
+def production(operation: str) -> list[tuple[dict, tuple]]:
+    """(sizes, arguments without memory) of what is compiled of an operation at V4-Flash's widths."""
+    made = MOE if operation == "moe" else contract_of(operation).production
+    return [(sizes, made.drawn(FLASH, 0, "meta", **sizes)) for sizes in made.sizes(FLASH)["compiled"]]
+
+
 def _linears():
-    csa = tuple(
-        weight(form, O, HIDDEN)
-        for form, O in (("fp8", 1024), ("fp8", 512), ("bf16", 2048), ("bf16", 512), ("bf16", 64))
-    )
-    queries = weight("fp8", 32768, 1024), weight("fp8", 8192, 1024)
+    maps, heads = production("linears"), production("project_heads")
     for N in (1, 10):
-        for simulate in (True, False):
-            flags = (simulate, simulate, False, False, False)
-            yield from launches(
-                f"maps of a CSA layer, {N} tokens, simulate {simulate}",
-                lambda: triton_fused.linears(empty(N, HIDDEN), None, 0.0, csa, flags, (None, None, F32, F32, None)),
-            )
-            yield from launches(
-                f"maps of queries, {N} tokens, simulate {simulate}",
-                lambda: triton_fused.linears(
-                    empty(N, 1024), empty(1024), 1e-6, queries, (simulate, simulate), (None, None)
-                ),
-            )
-        yield from launches(
-            f"output heads, {N} tokens",
-            lambda: triton_fused.project_heads(
-                empty(N, 64, 512), empty(N, 32, dtype=torch.complex64), weight("fp8", 8192, HIDDEN), 8
-            ),
-        )
-    for form in ("bf16", "fp32", "fp8", "fp8 fp32 scales", "mxfp4", "nvfp4"):
-        for N, dtype in ((1, BF16), (16, BF16), (32, BF16), (4096, BF16), (1, F32), (16, F32), (100, F32)):
-            simulate = form[0] in "mn" or form == "fp8"
-            if form[0] in "bmn" or dtype is BF16 or N == 1:
-                yield from launches(
-                    f"linear {form}, {N} tokens of {dtype}",
-                    lambda: linear.linear(empty(N, HIDDEN, dtype=dtype), weight(form, HIDDEN, HIDDEN), simulate),
-                )
-    yield from launches("linear of the demo, fp8", lambda: linear.linear(empty(1, 160), weight("fp8", 256, 160), True))
-    yield from launches(
-        "linear of the demo, mxfp4", lambda: linear.linear(empty(3, 160), weight("mxfp4", 256, 160), True)
-    )
-    yield from launches("linear of the demo, odd", lambda: linear.linear(empty(3, 100), weight("fp8", 30, 100), False))
+        for sizes, arguments in maps:
+            name = f"{sizes['kind']}, {N} tokens, simulate {sizes['simulate']}"
+            if sizes["tokens"] == N:
+                yield from launches(name, lambda: triton_fused.linears(*arguments))
+        for sizes, arguments in heads:
+            if sizes["tokens"] == N:
+                yield from launches(f"output heads, {N} tokens", lambda: triton_fused.project_heads(*arguments))
+    for sizes, arguments in production("linear"):
+        name = f"linear {NAMES.get(sizes['form'], sizes['form'])}, {sizes['tokens']} tokens of {sizes['dtype']}"
+        yield from launches(name, lambda: linear.linear(*arguments))
+    for kind, form, O, K, N in (("fp8", FP8, 256, 160, 1), ("mxfp4", MXFP4, 256, 160, 3), ("odd", FP8, 30, 100, 3)):
+        demo = dict(form=form, rows=O, columns=K, tokens=N, simulate=kind != "odd")
+        arguments = contract_of("linear").production.drawn(FLASH, 0, "meta", **demo)
+        yield from launches(f"linear of the demo, {kind}", lambda: linear.linear(*arguments))
 
 
 def _experts():
-    for form, shared_form in (("mxfp4", "fp8"), ("nvfp4", "nvfp4"), ("fp8", "fp8"), ("bf16", "bf16")):
-        w13, w2 = weight(form, E, 2 * INTERMEDIATE, HIDDEN, parts=2), weight(form, E, HIDDEN, INTERMEDIATE)
-        shared = tuple(
-            weight(shared_form, *shape)
-            for shape in ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-        )
-        for N in (1, 8, 16, 64, 300, 1500, 6000) if form == "mxfp4" else (1, 12, 1500):
-            for simulate in (False, True) if form == "mxfp4" else (False,):
-                yield from launches(
-                    f"moe {form}, {N} tokens, simulate {simulate}",
-                    lambda: experts.moe(
-                        empty(N, HIDDEN),
-                        empty(N, K, dtype=torch.int64),
-                        empty(N, K, dtype=F32),
-                        w13,
-                        w2,
-                        shared,
-                        LIMIT,
-                        simulate,
-                        simulate,
-                    ),
-                )
-        yield from launches(
-            f"experts {form}, fp32 tokens",
-            lambda: experts.experts(
-                empty(8, HIDDEN, dtype=F32),
-                empty(8, K, dtype=torch.int64),
-                empty(8, K, dtype=F32),
-                w13,
-                w2,
-                LIMIT,
-                False,
-            ),
-        )
-        yield from launches(
-            f"shared expert {shared_form}", lambda: experts.shared_expert(empty(1, HIDDEN), *shared, LIMIT, False)
-        )
-    yield from launches(
-        "experts of the demo",
-        lambda: experts.experts(
-            empty(1, 256),
-            empty(1, 4, dtype=torch.int64),
-            empty(1, 4, dtype=F32),
-            weight("mxfp4", 16, 320, 256),
-            weight("mxfp4", 16, 256, 160),
-            LIMIT,
-            True,
-        ),
-    )
+    routed, fp32, shared = production("moe"), production("experts"), production("shared_expert")
+    for form, shared_form in SHARED_FORMS.items():
+        kind, shared_kind = (NAMES.get(f, f) for f in (form, shared_form))
+        for sizes, arguments in routed:
+            name = f"moe {kind}, {sizes['tokens']} tokens, simulate {sizes.get('simulate', False)}"
+            if sizes["form"] == form:
+                yield from launches(name, lambda: experts.moe(*arguments))
+        arguments = next(arguments for sizes, arguments in fp32 if sizes["form"] == form)
+        yield from launches(f"experts {kind}, fp32 tokens", lambda: experts.experts(*arguments))
+        arguments = next(arguments for sizes, arguments in shared if sizes["form"] == shared_form)
+        yield from launches(f"shared expert {shared_kind}", lambda: experts.shared_expert(*arguments))
+    demo = replace(FLASH, hidden_size=256, moe_intermediate_size=160, n_routed_experts=16, num_experts_per_tok=4)
+    arguments = contract_of("experts").production.drawn(demo, 0, "meta", form=MXFP4, tokens=1, simulate=True)
+    yield from launches("experts of the demo", lambda: experts.experts(*arguments))
 
 
 def _router():
-    for N in (1, 16, 100):
-        for dtype in (BF16, F32):
-            for count in (E, 384):
-                yield from launches(
-                    f"router of {count}, {N} tokens, gate {dtype}",
-                    lambda: router.route_scored(
-                        empty(N, HIDDEN), empty(count, HIDDEN, dtype=dtype), empty(count, dtype=F32), K, 1.5
-                    ),
-                )
-    yield from launches(
-        "router by hash",
-        lambda: router.route_hashed(
-            empty(1, HIDDEN), empty(E, HIDDEN), empty(129280, K, dtype=torch.int64), empty(1, dtype=torch.int64), 1.5
-        ),
-    )
+    for sizes, arguments in production("route_scored"):
+        name = f"router of {sizes['experts']}, {sizes['tokens']} tokens, gate {sizes['gate']}"
+        yield from launches(name, lambda: router.route_scored(*arguments))
+    for _, arguments in production("route_hashed"):
+        yield from launches("router by hash", lambda: router.route_hashed(*arguments))

@@ -1,10 +1,17 @@
 """Inputs at production shapes, made on the device."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import torch
 
-from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.contract import Production, tensors
+from dsv4.kernels.drawing import Draw
+from dsv4.kernels.operations import OPERATIONS
+from dsv4.kernels.widths import FLASH
 
-CHUNK = 1 << 18  # rows encoded at a time
+REFERENCE = SimpleNamespace(**{name: op.implementations["reference"] for name, op in OPERATIONS.items()})
 
 
 def generator(device: str, seed: int) -> torch.Generator:
@@ -19,27 +26,12 @@ def packed(
     format: RowFormat, width: int, rope: int, rows: int, seed: int, batch: int | None = None, device: str = "cuda"
 ) -> PackedRows:
     """Rows of normal values, encoded: a flat pool, or with `batch` that many runs of `rows` rows."""
-    layout, pages = pack_layout(format, width, rope), -(-rows // PAGE)
-    lead = (pages,) if batch is None else (batch, pages)
-    out = PackedRows(format, torch.zeros(*lead, layout.page, dtype=torch.uint8, device=device), width, rope, rows)
-    flat = PackedRows(format, out.data.view(-1, layout.page), width, rope, 0)
-    total, g = (1 if batch is None else batch) * pages * PAGE, generator(device, seed)
-    for start in range(0, total, CHUNK):
-        count = min(CHUNK, total - start)
-        payload, scales = encode_rows(torch.randn(count, width, device=device, generator=g), format, rope)
-        page = slice(start // PAGE, (start + count) // PAGE)  # CHUNK and the total are whole pages
-        flat.payload[page] = payload.view(-1, PAGE, layout.payload)
-        flat.scales[page] = scales.view(-1, PAGE, layout.scales)
-    return out
+    return Draw(seed, device=device).pool(format, rows, width, rope, batch)
 
 
-def choose(
-    seed: int, rows: int, count: int, pool: int, device: str = "cuda", dtype: torch.dtype = torch.int64
-) -> torch.Tensor:
-    """[rows, count] different indices below pool in each row, sorted as an attention kernel gets them from a
-    selection."""
-    keys = torch.rand(rows, pool, device=device, generator=generator(device, seed))
-    return keys.topk(count, -1).indices.sort(-1).values.to(dtype)
+def choose(seed: int, rows: int, count: int, pool: int, device: str = "cuda") -> torch.Tensor:
+    """int64 [rows, count]: different indices below pool in each row, ascending, as a selection lists them."""
+    return Draw(seed, device=device).chosen(pool, rows, count).sort(-1).values
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -50,3 +42,21 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
     if not torch.equal(seen, got.isfinite()):
         return float("nan")
     return ((got[seen] - want[seen]).norm() / want[seen].norm().clamp(min=1e-30)).item()
+
+
+def beside_definition(
+    production: Production, sizes: dict, ours: Callable, definition: Callable, tolerance: float, device: str
+):
+    """make(i) of a row: ours on what the contract draws at V4-Flash's widths. Each result is held against the
+    definition's."""
+
+    def make(i: int):
+        args = production.drawn(FLASH, i, device, **sizes)
+
+        def check():
+            pairs = zip(tensors(ours(*args)), tensors(definition(*args)), strict=True)
+            return max(difference(got, want) for got, want in pairs), tolerance
+
+        return lambda: ours(*args), check
+
+    return make

@@ -1,22 +1,25 @@
 """Attention of V4-Flash: decode of CSA and HCA layers, sparse prefill, and the writing of packed rows."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from dsv4.kernels.attention import hca_attention, sparse_attention
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout, write_rows
-from scripts.bench.inputs import choose, difference, normal, packed
+from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.widths import FLASH
+from scripts.bench.inputs import difference
 from scripts.bench.row import Row
 
-H, D, ROPE, W, TOPK = 64, 512, 64, 128, 512
-SCALE = D**-0.5
+H, D, W, TOPK = FLASH.num_attention_heads, FLASH.head_dim, FLASH.sliding_window, FLASH.index_topk
 # relative Frobenius error against the reference in fp32 of the same rows; bf16 rounding is 1.7e-3
 TOLERANCE = 5e-3
-BYTES = {"bf16": 1024, "fp8": 584}  # of a row
+BYTES = {"bf16": 2 * D, "fp8": pack_layout(RowFormat.KV_FP8, D, FLASH.qk_rope_head_dim).row}  # of a row
+SAMPLED = 64  # queries of a prompt that are held against the reference
 GOALS = {
-    ("csa", 1): 6,
-    ("csa", 8): 8,
+    ("csa", TOPK, 1): 6,
+    ("csa", TOPK, 8): 8,
     ("hca", 8192, 1, "bf16"): 7,
     ("hca", 8192, 8, "bf16"): 32,
     ("hca", 8192, 8, "fp8"): 24,
@@ -24,45 +27,30 @@ GOALS = {
 
 
 def rows(device: str) -> Iterator[Row]:
-    for cache in ("bf16", "fp8"):
-        for B in (1, 8, 64):
-            yield _decode("csa_decode", B, TOPK, cache, GOALS.get(("csa", B)), _csa, device)
-        for entries in (1024, 8192):  # contexts of 128K and 1M
-            for B in (1, 8):
-                yield _decode("hca_decode", B, entries, cache, GOALS.get(("hca", entries, B, cache)), _hca, device)
-    for T in (1024, 4096):
-        flops = 4 * H * D * (W + TOPK) * T
-        moved = T * 2 * H * D * 2 + (T + W + T // 4) * BYTES["bf16"]
-        yield Row(
-            "csa_prefill",
-            f"{T} tokens",
-            lambda i, T=T: _prefill(i, T, device),
-            moved,
-            flops,
-            flops / 350e12 * 1e6,
-            facts={"tokens": T, "window": W, "entries": TOPK, "pool": max(TOPK, T // 4)},
-        )
-    for form, width, rope in (
-        (RowFormat.KV_FP8, D, ROPE),
-        (RowFormat.INDEX_FP4, 128, 0),
-        (RowFormat.INDEX_FP8, 128, 0),
-    ):
-        for M in (8, 4096):
-            yield Row(
-                "write_rows",
-                f"{form.value}, {M} rows",
-                lambda i, a=(M, form, width, rope): _write(i, *a, device),
-                M * (2 * width + pack_layout(form, width, rope).row),
-                0,
-            )
+    for sizes in contract_of("sparse_attention").production.sizes(FLASH)["bench"]:
+        yield (_prefill if sizes.get("prompt") else _csa)(sizes, device)
+    for sizes in contract_of("hca_attention").production.sizes(FLASH)["bench"]:
+        yield _hca(sizes, device)
+    for sizes in contract_of("write_rows").production.sizes(FLASH)["bench"]:
+        yield _written(sizes, device)
 
 
-def _decode(op: str, B: int, entries: int, cache: str, goal: float | None, make, device: str) -> Row:
+def _csa(sizes: dict, device: str) -> Row:
+    B, cache = sizes["tokens"], sizes["window"]
+    return _decode("csa", B, TOPK, cache, GOALS.get(("csa", TOPK, B)), partial(_make, sparse_attention, sizes, device))
+
+
+def _hca(sizes: dict, device: str) -> Row:
+    B, n, cache = sizes["batch"], sizes["entries"], sizes["window"]
+    return _decode("hca", B, n, cache, GOALS.get(("hca", n, B, cache)), partial(_make, hca_attention, sizes, device))
+
+
+def _decode(kind: str, B: int, entries: int, cache: str, goal: float | None, make) -> Row:
     keys = W + entries
     return Row(
-        op,
+        f"{kind}_decode",
         f"B{B} {W}+{entries} {cache}",
-        lambda i: make(i, B, entries, cache, device),
+        make,
         B * (keys * BYTES[cache] + 4 * H * D),
         4 * H * D * keys * B,
         goal,
@@ -70,92 +58,55 @@ def _decode(op: str, B: int, entries: int, cache: str, goal: float | None, make,
     )
 
 
-def _pool(cache: str, rows: int, seed: int, device: str, batch: int | None = None):
-    if cache == "fp8":
-        return packed(RowFormat.KV_FP8, D, ROPE, rows, seed, batch, device)
-    return normal(seed, *(() if batch is None else (batch,)), rows, D, device=device)
+def _prefill(sizes: dict, device: str) -> Row:
+    T, pool = sizes["tokens"], sizes["each"]
+    flops = 4 * H * D * (W + TOPK) * T
+    return Row(
+        "csa_prefill",
+        f"{T} tokens",
+        partial(_make, sparse_attention, sizes, device),
+        T * 2 * H * D * 2 + (T + W + T // 4) * BYTES["bf16"],
+        flops,
+        flops / 350e12 * 1e6,
+        facts={"tokens": T, "window": W, "entries": TOPK, "pool": pool},
+    )
 
 
-def _checked(operation, q, *rest, some: torch.Tensor | None = None):
-    """run, and check against the reference in fp32; of the queries `some` only (with their indices) if given."""
+def _make(operation, sizes: dict, device: str, i: int):
+    """run, and check against the reference in fp32; of a prompt some queries only, with their lists. Whether lists are
+    complete is not said."""
+    q, *rest = contract_of(operation.name).production.drawn(FLASH, i, device, **sizes)[:7]
 
     def run():
         return operation(q, *rest, backend="triton")
 
     def check():
-        if some is None:
+        if not sizes.get("prompt"):
             return difference(run(), operation(q.float(), *rest)), TOLERANCE
-        window, near, entries, far, *others = rest
-        return difference(
-            run()[some], operation(q[some].float(), window, near[some], entries, far[some], *others)
-        ), TOLERANCE
+        (window, near, entries, far, *others), some = rest, torch.linspace(0, len(q) - 1, SAMPLED).long().to(device)
+        wanted = operation(q[some].float(), window, near[some], entries, far[some], *others)
+        return difference(run()[some], wanted), TOLERANCE
 
     return run, check
 
 
-def _csa(i: int, B: int, entries: int, cache: str, device: str):
-    each, row = 8192, torch.arange(B, device=device).unsqueeze(1)
-    near = torch.arange(W, device=device) + row * W
-    far = choose(4 * i + 2, B, entries, each, device) + row * each
-    return _checked(
-        sparse_attention,
-        normal(4 * i + 3, B, H, D, device=device),
-        _pool(cache, B * W, 4 * i, device),
-        near,
-        _pool(cache, B * each, 4 * i + 1, device),
-        far,
-        torch.linspace(-2, 2, H, device=device),
-        SCALE,
-    )
+def _written(sizes: dict, device: str) -> Row:
+    M, form, width, rope = (sizes[name] for name in ("rows", "form", "width", "rope"))
 
+    def make(i: int):
+        pool, slots, values = contract_of("write_rows").production.drawn(FLASH, i, device, **sizes)
 
-def _hca(i: int, B: int, entries: int, cache: str, device: str):
-    near = torch.arange(B * W, device=device).view(B, W)
-    seen = torch.full((B, 1), entries, device=device)
-    return _checked(
-        hca_attention,
-        normal(3 * i, B, 1, H, D, device=device),
-        _pool(cache, B * W, 3 * i + 1, device),
-        near,
-        _pool(cache, entries, 3 * i + 2, device, B),
-        seen,
-        torch.linspace(-2, 2, H, device=device),
-        SCALE,
-    )
+        def run() -> PackedRows:
+            write_rows(pool, slots, values, backend="triton")
+            return pool
 
+        def check():
+            run()
+            payload, scales = encode_rows(values, form, rope)
+            page, at = slots // PAGE, slots % PAGE
+            return float((pool.payload[page, at] != payload).sum() + (pool.scales[page, at] != scales).sum()), 0.0
 
-def _prefill(i: int, T: int, device: str):
-    pool = max(TOPK, T // 4)
-    near = torch.arange(T, device=device).unsqueeze(1) + torch.arange(1, W + 1, device=device)
-    far = torch.cat([choose(4 * i + 2 + c, min(1024, T - c), TOPK, pool, device) for c in range(0, T, 1024)])
-    return _checked(
-        sparse_attention,
-        normal(4 * i, T, H, D, device=device),
-        _pool("bf16", T + W, 4 * i + 1, device),
-        near,
-        _pool("bf16", pool, 4 * i + 3, device),
-        far,
-        torch.linspace(-2, 2, H, device=device),
-        SCALE,
-        some=torch.linspace(0, T - 1, 64, device=device).long(),
-    )
+        return run, check
 
-
-def _write(i: int, M: int, form: RowFormat, width: int, rope: int, device: str):
-    pool, values = (
-        packed(form, width, rope, 2 * M + PAGE, 2 * i, device=device),
-        normal(2 * i + 1, M, width, device=device),
-    )
-    slots = torch.arange(M, device=device) * 2 + i % 2
-
-    def run() -> PackedRows:
-        write_rows(pool, slots, values, backend="triton")
-        return pool
-
-    def check():
-        run()
-        payload, scales = encode_rows(values, form, rope)
-        page, at = slots // PAGE, slots % PAGE
-        return float((pool.payload[page, at] != payload).sum() + (pool.scales[page, at] != scales).sum()), 0.0
-
-    return run, check
+    moved = M * (2 * width + pack_layout(form, width, rope).row)
+    return Row("write_rows", f"{form.value}, {M} rows", make, moved, 0)

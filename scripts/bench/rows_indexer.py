@@ -4,24 +4,31 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.kernels.cache_rows import RowFormat
+from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.indexer import reference, triton
-from scripts.bench.inputs import difference, normal, packed
+from dsv4.kernels.indexer.contract import LONG, LONGEST, RATIO, SHORT
+from dsv4.kernels.widths import FLASH
+from scripts.bench.inputs import beside_definition
 from scripts.bench.row import Row
 
-H, D, RATIO = 64, 128, 4
-CACHES = {"fp4": (RowFormat.INDEX_FP4, 68), "fp8": (RowFormat.INDEX_FP8, 132), "bf16": (None, 256)}
+H, D = FLASH.index_n_heads, FLASH.index_head_dim
+KEY_BYTES = {"fp4": 68, "fp8": 132, "bf16": 256}
 ROUNDING = 5e-5  # of fp32 sums of exact products in another order, relative to the largest score
 SAMPLED = 48  # queries of a prefill that are held against the reference
+# µs of FP4
+SCORES = {(1, LONG): 4, (8, LONG): 11, (1, LONGEST): 10, (8, LONGEST): 75}
+SELECT = {(1, SHORT): 7, (1, LONG): 10, (1, LONGEST): 20, (8, LONG): 20, (8, LONGEST): 95}
+TOPK = {(1, LONGEST, 512): 12, (8, LONGEST, 512): 16}
+PROMPT = {131072: 68_000}
 
 
-def inputs(i: int, B: int, T: int, n: int, cache: str, device: str):
-    """Queries bf16 [B, T, 64, 128], weights fp32 [B, T, 64], keys of n entries."""
-    q = normal(3 * i, B, T, H, D, device=device)
-    weights = normal(3 * i + 1, B, T, H, dtype=torch.float32, device=device) / H
-    if CACHES[cache][0]:
-        return q, weights, packed(CACHES[cache][0], D, 0, n, 3 * i + 2, batch=B, device=device)
-    return q, weights, normal(3 * i + 2, B, n, D, device=device)
+def rows(device) -> Iterator[Row]:
+    device = str(device)
+    made = {"index_scores": scores, "select_entries": select, "topk_entries": topk}
+    for operation, row in made.items():
+        production = contract_of(operation).production
+        for sizes in production.sizes(FLASH)["bench"]:
+            yield row(production, sizes, device)
 
 
 def lost(scores: torch.Tensor, selected: torch.Tensor, k: int) -> float:
@@ -41,51 +48,62 @@ def lost(scores: torch.Tensor, selected: torch.Tensor, k: int) -> float:
     return ((kth - worst) / finite.abs().amax(-1)).nan_to_num(neginf=0.0).amax().clamp(min=0).item()
 
 
-def scores(B: int, n: int, cache: str, goal: float | None, device: str) -> Row:
-    def make(i):
-        q, weights, keys = inputs(i, B, 1, n, cache, device)
-        visible = torch.full((B, 1), n, device=device)
-
-        def run():
-            return triton.index_scores(q, weights, keys, visible)
-
-        return run, lambda: (difference(run(), reference.index_scores(q, weights, keys, visible)), ROUNDING)
-
+def scores(production, sizes: dict, device: str) -> Row:
+    cache, n, B = sizes["keys"], sizes["entries"], sizes["batch"]
+    make = beside_definition(production, sizes, triton.index_scores, reference.index_scores, ROUNDING, device)
     return Row(
         "index_scores",
         f"{cache} {n} entries B{B}",
         make,
-        B * (n * CACHES[cache][1] + 2 * H * D),
+        B * (n * KEY_BYTES[cache] + 2 * H * D),
         2 * H * D * n * B,
-        goal,
+        SCORES.get((B, n)) if cache == "fp4" else None,
         facts=dict(batch=B, entries=n, cache=cache),
     )
 
 
-def select(B: int, n: int, k: int, goal: float | None, device: str) -> Row:
+def select(production, sizes: dict, device: str) -> Row:
+    """Decode steps, or a whole prompt, of which some queries are held against the reference."""
+    n, k, B = sizes["entries"], sizes["k"], sizes.get("batch", 1)
+    tokens = RATIO * n if sizes.get("prompt") else 1
+
     def make(i):
-        q, weights, keys = inputs(i, B, 1, n, "fp4", device)
-        visible = torch.full((B, 1), n, device=device)
+        args = production.drawn(FLASH, i, device, **sizes)
+        q, weights, keys, visible, _ = args
 
-        def run():
-            return triton.select_entries(q, weights, keys, visible, k)
+        def check():
+            got, t = triton.select_entries(*args), torch.linspace(0, tokens - 1, min(SAMPLED, tokens)).long().to(device)
+            wanted = reference.index_scores(q[:, t], weights[:, t], keys, visible[:, t])
+            return lost(wanted, got[:, t], k), ROUNDING
 
-        return run, lambda: (lost(reference.index_scores(q, weights, keys, visible), run(), k), ROUNDING)
+        return lambda: triton.select_entries(*args), check
 
+    if tokens > 1:
+        return Row(
+            "index_prefill",
+            f"fp4 {tokens} tokens k{k}",
+            make,
+            tokens * (2 * H * D + 4 * H + 8 * k) + KEY_BYTES["fp4"] * n,
+            H * D * tokens * n,
+            PROMPT.get(tokens),
+            facts=dict(tokens=tokens, entries=n, k=k),
+        )
     return Row(
         "select_entries",
         f"fp4 {n} entries k{k} B{B}",
         make,
-        B * (n * 68 + 2 * H * D + 8 * k),
+        B * (n * KEY_BYTES["fp4"] + 2 * H * D + 8 * k),
         2 * H * D * n * B,
-        goal,
+        SELECT.get((B, n)),
         facts=dict(batch=B, entries=n, k=k, cache="fp4"),
     )
 
 
-def topk(B: int, n: int, k: int, goal: float | None, device: str) -> Row:
+def topk(production, sizes: dict, device: str) -> Row:
+    n, B, k = sizes["entries"], sizes["batch"], sizes["k"]
+
     def make(i):
-        values = normal(i, B, 1, n, dtype=torch.float32, device=device)
+        values, k, _ = production.drawn(FLASH, i, device, **sizes)
 
         def run():
             return triton.topk_entries(values, k)
@@ -96,60 +114,5 @@ def topk(B: int, n: int, k: int, goal: float | None, device: str) -> Row:
 
         return run, check
 
-    return Row(
-        "topk", f"{n} entries k{k} B{B}", make, B * (4 * n + 8 * k), 0, goal, facts=dict(batch=B, entries=n, k=k)
-    )
-
-
-def prefill(tokens: int, k: int, goal: float | None, device: str) -> Row:
-    n = tokens // RATIO
-
-    def make(i):
-        q, weights, keys = inputs(i, 1, tokens, n, "fp4", device)
-        visible = ((torch.arange(tokens, device=device) + 1) // RATIO).unsqueeze(0)
-
-        def run():
-            return triton.select_entries(q, weights, keys, visible, k)
-
-        def check():
-            got, t = run(), torch.linspace(0, tokens - 1, SAMPLED, device=device).long()
-            wanted = reference.index_scores(q[:, t], weights[:, t], keys, visible[:, t])
-            return lost(wanted, got[:, t], k), ROUNDING
-
-        return run, check
-
-    return Row(
-        "index_prefill",
-        f"fp4 {tokens} tokens k{k}",
-        make,
-        tokens * (2 * H * D + 4 * H + 8 * k) + 68 * n,
-        H * D * tokens * n,
-        goal,
-        facts=dict(tokens=tokens, entries=n, k=k),
-    )
-
-
-SHORT, LONG, LONGEST = 2048, 32768, 262144  # entries of 8K, 128K and 1M tokens
-# µs of FP4
-SCORES = {(1, SHORT): None, (8, SHORT): None, (1, LONG): 4, (8, LONG): 11, (1, LONGEST): 10, (8, LONGEST): 75}
-SELECT = {(1, SHORT): 7, (1, LONG): 10, (1, LONGEST): 20, (8, SHORT): None, (8, LONG): 20, (8, LONGEST): 95}
-TOPK = {
-    (1, SHORT, 512): None,
-    (1, LONG, 512): None,
-    (1, LONGEST, 512): 12,
-    (8, LONGEST, 512): 16,
-    (1, LONGEST, 1024): None,
-}
-
-
-def rows(device) -> Iterator[Row]:
-    device = str(device)
-    for cache in CACHES:
-        for (B, n), goal in SCORES.items():
-            yield scores(B, n, cache, goal if cache == "fp4" else None, device)
-    for (B, n), goal in SELECT.items():
-        yield select(B, n, 512, goal, device)
-    for (B, n, k), goal in TOPK.items():
-        yield topk(B, n, k, goal, device)
-    yield prefill(8192, 512, None, device)
-    yield prefill(131072, 512, 68_000, device)
+    facts = dict(batch=B, entries=n, k=k)
+    return Row("topk", f"{n} entries k{k} B{B}", make, B * (4 * n + 8 * k), 0, TOPK.get((B, n, k)), facts=facts)

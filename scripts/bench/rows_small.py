@@ -9,8 +9,7 @@ import torch
 from dsv4.kernels.fusions import compositions, triton_compress, triton_heads, triton_step_inputs
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows
 from dsv4.kernels.hyper_connections import triton as mhc
-from dsv4.kernels.operations import OPERATIONS
-from scripts.bench.inputs import difference, generator, normal
+from scripts.bench.inputs import REFERENCE, difference, generator, normal
 from scripts.bench.row import Row
 
 D, STREAMS, ITERS, EPS = 4096, 4, 20, 1e-6
@@ -20,7 +19,6 @@ PRODUCTS = 2 * STREAMS + STREAMS * STREAMS
 COMPRESSORS = (("CSA", 4, 2, HEAD, "kv"), ("CSA index", 4, 2, INDEX, "key"), ("HCA", 128, 1, HEAD, "kv"))
 FN_BYTES = 4 * PRODUCTS * STREAMS * D
 EXACT, SIMULATED = 2e-3, 1e-2  # relative errors: flips of bf16 at ties, and of the grid's values after them
-REFERENCE = SimpleNamespace(**{name: op.implementations["reference"] for name, op in OPERATIONS.items()})
 
 
 def rows(device: str) -> Iterator[Row]:
