@@ -90,12 +90,12 @@ class Production:
     """Calls at the sizes of a model, stated once for who times kernels and who compiles them.
 
     inputs(widths, draw, **sizes): the arguments of one call on the draw's device, which may be `meta`. sizes(widths):
-    consumer → what it asks for, each the keywords of `inputs`: 'timed' of `dsv4 kernel bench`, 'bench' of the rows of
+    consumer → the calls that it makes, as keywords of `inputs`: 'timed' of `dsv4 kernel bench`, 'bench' of the rows of
     `scripts/bench`, 'compiled' of `scripts/aot`. label(**sizes): the name of a timed case.
     """
 
     inputs: Callable[..., tuple]
-    sizes: Callable[[Any], Mapping[str, Sequence[Mapping[str, Any]]]]
+    sizes: Callable[[Any], Mapping[str, Sequence[Mapping[str, Any]]]] = lambda widths: {}
     label: Callable[..., str] | None = None
 
     def drawn(self, widths, seed: int, device: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> tuple:

@@ -24,6 +24,10 @@ class Draw:
         """As `rand`, in the dtype of activations."""
         return self.rand(*shape).to(self.dtype)
 
+    def large(self, *shape: int) -> torch.Tensor:
+        """As `act`, without a copy in fp32."""
+        return torch.randn(*shape, generator=self.g, device=self.device, dtype=self.dtype)
+
     def uniform(self, low: float, high: float, *shape: int) -> torch.Tensor:
         """fp32, uniform."""
         return low + (high - low) * torch.rand(*shape, generator=self.g, device=self.device)

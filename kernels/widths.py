@@ -45,5 +45,7 @@ class Widths:
 SMALL = Widths(256, 4, 128, 64, 128, 2, 64, 32, 4, 64, 32, 8, 2, 128, 1.5)
 FLASH = Widths(4096, 64, 512, 64, 1024, 8, 1024, 128, 64, 128, 512, 256, 6, 2048, 1.5)
 PRO = Widths(7168, 128, 512, 64, 1536, 16, 1024, 128, 64, 128, 1024, 384, 6, 3072, 2.5)
-VOCABULARY = 129280  # of both
+QWEN = Widths(3584, 28, 128, moe_intermediate_size=18944, num_key_value_heads=4)  # Qwen2.5-7B
+LLAMA = Widths(4096, 32, 128, moe_intermediate_size=14336, num_key_value_heads=8)  # Llama-3.1-8B
+VOCABULARY = 129280  # of Flash and Pro
 WIDTHS = {"small": SMALL, "flash": FLASH, "pro": PRO}

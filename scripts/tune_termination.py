@@ -19,10 +19,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.kernels.grouped_attention import Termination, grouped_attention, triton_decode
+from dsv4.kernels.grouped_attention.exact import sizes
+from dsv4.kernels.widths import LLAMA
 from dsv4.runtime.timing import Clock, capture
 from dsv4.units import parse_count
 
-H, KV, D = 32, 8, 128
+H, KV, D = sizes(LLAMA)
 numbers = lambda text: [parse_count(part) for part in text.split(",")]
 
 

@@ -3,8 +3,8 @@
 import torch
 
 from dsv4.kernels.block_choice import reference
-from dsv4.kernels.block_choice.policy import Policy
-from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Work
+from dsv4.kernels.block_choice.policy import Policy, block_bounds
+from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.grouped_attention.exact import sizes
 
 BLOCK, BLOCKS = 16, 24
@@ -99,6 +99,24 @@ def work(q, kv_heads, low, high, mean, start, policy, by_importance=False) -> Wo
     )
 
 
+def inputs(w, draw, slots, policy, batch=1, by_importance=False) -> tuple:
+    """One token at the end of each row, and summaries of every block of its cache."""
+    (H, KV, D), shape = sizes(w), (batch, sizes(w)[1], slots // policy.block, sizes(w)[2])
+    a, b = draw.large(*shape), draw.large(*shape)
+    held, start = (
+        (torch.minimum(a, b), torch.maximum(a, b), (a + b) / 2),
+        torch.full((batch,), slots - 1, device=draw.device),
+    )
+    return draw.large(batch, 1, H, D), KV, *held, start, policy, by_importance
+
+
+def production_sizes(w) -> dict:
+    """By the bounds of blocks, at contexts of 128K and 1M tokens."""
+    return {
+        "bench": [dict(slots=S, batch=B, policy=block_bounds()) for S, B in ((1 << 17, 1), (1 << 20, 1), (1 << 20, 8))]
+    }
+
+
 SUMMARIES = ("batch", "kv_heads", "num_blocks", "head_dim")
 CONTRACTS = (
     Contract(
@@ -127,5 +145,6 @@ CONTRACTS = (
         work,
         ("fewer blocks than the policy keeps: −1 at the end", "of equal scores the lowest block"),
         {"q": 0, "low": 0, "high": 0, "mean": 0, "start": 0},
+        production=Production(inputs, production_sizes),
     ),
 )

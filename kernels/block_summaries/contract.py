@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.kernels.block_summaries import reference
-from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.grouped_attention.exact import sizes
 
 SLOTS = 384
@@ -59,6 +59,14 @@ def work(keys, start, tokens, low, high, mean, block) -> Work:
     return Work(moved, 3 * rows * KV * D, "(keys + 3·blocks)·KV·D·b; 3·keys·KV·D")
 
 
+def inputs(w, draw, slots, block) -> tuple:
+    """One new token at the end of a full cache."""
+    _, KV, D = sizes(w)
+    held = (draw.large(1, KV, slots // block, D) for _ in range(3))
+    start = torch.full((1,), slots - 1, device=draw.device)
+    return draw.large(1, KV, slots, D), start, 1, *held, block
+
+
 SUMMARIES = ("batch", "kv_heads", "num_blocks", "head_dim")
 CONTRACTS = (
     Contract(
@@ -83,5 +91,6 @@ CONTRACTS = (
         cases,
         work,
         ("blocks that are not touched keep their bits", "keys behind the last new one have no part"),
+        production=Production(inputs),
     ),
 )

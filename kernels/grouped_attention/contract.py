@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.grouped_attention import exact
 
 SLOTS = 384  # of a cache: three blocks of 128
@@ -45,6 +45,19 @@ def work(q, keys, values, start, window, scale, termination=None) -> Work:
     return Work(moved, 4 * int(each.sum()) * H * D, "2·keys·KV·D·b + 2·B·T·H·D·b; 4·seen·H·D")
 
 
+def inputs(w, draw, slots, batch=1, tokens=1, window=None) -> tuple:
+    """A full cache: the last token of each row stands in its last slot."""
+    H, KV, D = exact.sizes(w)
+    q, keys, values = draw.large(batch, tokens, H, D), draw.large(batch, KV, slots, D), draw.large(batch, KV, slots, D)
+    return q, keys, values, torch.full((batch,), slots - tokens, device=draw.device), window, D**-0.5
+
+
+def sizes(w) -> dict:
+    """Decode steps at contexts of 8K to 1M tokens."""
+    return {"bench": [dict(slots=S, batch=B) for S in CONTEXTS.values() for B in (1, 8)]}
+
+
+CONTEXTS = {"8K": 1 << 13, "32K": 1 << 15, "128K": 1 << 17, "1M": 1 << 20}
 QUERIES = ("batch", "tokens", "num_heads", "head_dim")
 CACHE = (
     Argument("keys", ("batch", "kv_heads", "slots", "head_dim"), "activation", "the token at position p is row p"),
@@ -65,5 +78,6 @@ GROUPED = Contract(
     work,
     ("the query at position 0 sees its own key alone", "slots behind the last token hold anything"),
     {"q": 0, "keys": 0, "values": 0, "start": 0},
+    production=Production(inputs, sizes),
 )
 CONTRACTS = (GROUPED,)

@@ -1,21 +1,24 @@
 """Rotation, rows and MLP gates of GQA models at the shapes of Qwen2.5-7B, Llama-3.1-8B and the demo, to compile ahead
 of time."""
 
+from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.rotary_rows import triton as rotary_rows
 from dsv4.kernels.silu_mul import triton as silu_mul
+from dsv4.kernels.widths import LLAMA, QWEN, Widths
 from scripts.aot.small import case
 
 SHAPES = (
-    ("qwen2.5", 28, 4, 128, 18944, True),
-    ("llama3.1", 32, 8, 128, 14336, False),
-    ("small heads", 8, 2, 64, 704, True),
+    ("qwen2.5", QWEN, True),
+    ("llama3.1", LLAMA, False),
+    ("small heads", Widths(256, 8, 64, moe_intermediate_size=704, num_key_value_heads=2), True),
 )
 
 
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of each. Programmatic launches exist from capability 9.0 on."""
     pdl, found = {"PDL": capability >= (9, 0)}, []
-    for name, H, KV, D, width, biased in SHAPES:
+    for name, w, biased in SHAPES:
+        (H, KV, D), width = sizes(w), w.moe_intermediate_size
         for kind in ("bf16", "fp32"):
             rows = dict.fromkeys(("Q", "K", "V", "BQ", "BK", "BV", "KEYS", "VALUES", "OUT"), kind) | {
                 "CIS": "fp32",

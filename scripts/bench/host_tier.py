@@ -14,11 +14,14 @@ from dsv4.cache.streams import Stream
 from dsv4.errors import CapacityError, InputError
 from dsv4.kernels.attention import sparse_attention
 from dsv4.kernels.cache_rows import PAGE, RowFormat, pack_layout
+from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.staging import fetch
+from dsv4.kernels.widths import FLASH, QWEN
 from dsv4.runtime.timing import capture
 
-H, KV, D = 28, 4, 128  # Qwen2.5-7B
-WIDTH, ROPE, HEADS, TOPK, WINDOW, RATIO = 512, 64, 64, 512, 128, 4  # DeepSeek-V4-Flash
+H, KV, D = sizes(QWEN)
+WIDTH, ROPE, HEADS = FLASH.head_dim, FLASH.qk_rope_head_dim, FLASH.num_attention_heads
+TOPK, WINDOW, RATIO = FLASH.index_topk, FLASH.sliding_window, 4
 COPIED = 1 << 30  # bytes of one copy by which the link is measured
 DEVICE = torch.device("cuda")
 

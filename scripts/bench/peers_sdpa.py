@@ -8,6 +8,7 @@ one head, which is what reads each key once where a backend does not know of gro
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dsv4.kernels.widths import Widths
 from scripts.bench.inputs import difference
 from scripts.bench.peers import peer
 from scripts.bench.rows_gather import TOLERANCE, inputs
@@ -40,7 +41,8 @@ def _register(name: str, backend: SDPBackend, form: str) -> None:
     )
     def make(row, i):
         f = row.facts
-        q, keys, values, _ = inputs(i, f["tokens"], f["batch"], (f["heads"], f["kv_heads"], f["width"]), "cuda")
+        widths = Widths(0, f["heads"], f["width"], num_key_value_heads=f["kv_heads"])
+        q, keys, values, _ = inputs(i, f["tokens"], f["batch"], widths, "cuda")
         run = lambda: _attend(form, backend, q, keys, values)
 
         def check():

@@ -10,13 +10,15 @@ import torch
 
 from dsv4.kernels.block_choice import Policy, block_bounds, block_scores, choose_blocks
 from dsv4.kernels.block_summaries import summarise_blocks
+from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.gather_attention import gather_attention
 from dsv4.kernels.grouped_attention import Termination, grouped_attention
-from scripts.bench.inputs import difference, generator
+from dsv4.kernels.grouped_attention.contract import CONTEXTS
+from dsv4.kernels.grouped_attention.exact import sizes
+from dsv4.kernels.widths import LLAMA, QWEN, Widths
+from scripts.bench.inputs import difference
 from scripts.bench.row import Beside, Row
 
-QWEN, LLAMA = (28, 4, 128), (32, 8, 128)  # query heads, KV heads, width
-CONTEXTS = {"8K": 1 << 13, "32K": 1 << 15, "128K": 1 << 17, "1M": 1 << 20}
 KEPT = 4096  # tokens
 # relative Frobenius error against the reference in fp32; averages of 1M random values are small beside their rounding
 TOLERANCE = 8e-3
@@ -34,7 +36,7 @@ DENSE_US = {
 # times faster than that: the published figures to beat
 REFERENCE = {("128K", 1): 2.3, ("1M", 1): 10.2, ("1M", 8): 41.9}
 FREE = Beside(1 / 1.02, "^without termination$")  # what a rule that never ends may cost
-GOALS = {("128K", 1): 12.0, ("128K", 8): 75.0}  # µs with Llama's heads, choice included
+GOALS = {("128K", 1): 12.0, ("128K", 8): 75.0}  # µs with Llama's w, choice included
 SEEN = 4  # a row that stops attends to the newest 1 / SEEN of its tokens
 STOPPED = 1e-3  # relative error that stopping may cost
 # µs of 128K at batch 8 with Llama's heads without termination, measured on an H100; how much faster stopping must be
@@ -42,11 +44,12 @@ NEVER_US, FASTER = 1399.0, 1.3
 
 
 def rows(device: str) -> Iterator[Row]:
-    for context, S in CONTEXTS.items():
-        for B in (1, 8):
-            yield _dense(context, S, B, device)
-            goal = DENSE_US[context, B] / REFERENCE[context, B] if (context, B) in REFERENCE else None
-            yield _gather("gqa_gather", context, S, B, QWEN, goal, device)
+    names = {slots: name for name, slots in CONTEXTS.items()}
+    for shape in contract_of("grouped_attention").production.sizes(QWEN)["bench"]:
+        S, B, context = shape["slots"], shape["batch"], names[shape["slots"]]
+        yield _dense(context, S, B, device)
+        goal = DENSE_US[context, B] / REFERENCE[context, B] if (context, B) in REFERENCE else None
+        yield _gather("gqa_gather", context, S, B, QWEN, goal, device)
     for B in (1, 8):
         yield _gather("gqa_gather", "128K", CONTEXTS["128K"], B, LLAMA, GOALS["128K", B], device)
     for context in ("8K", "128K"):
@@ -54,32 +57,25 @@ def rows(device: str) -> Iterator[Row]:
     for B in (1, 8):
         yield _gathered_never_stopping("128K", CONTEXTS["128K"], B, LLAMA, device)
     yield _stopping("128K", CONTEXTS["128K"], 8, LLAMA, device)
-    for S, B in ((1 << 17, 1), (1 << 20, 1), (1 << 20, 8)):
-        yield _choice(S, B, QWEN, device)
+    for shape in contract_of("choose_blocks").production.sizes(QWEN)["bench"]:
+        yield _choice(shape, QWEN, device)
 
 
-def inputs(i: int, S: int, B: int, heads: tuple[int, int, int], device: str):
+def inputs(i: int, S: int, B: int, w: Widths, device: str):
     """bf16 q [B, 1, H, D], keys and values [B, KV, S, D]; the last token is the query's."""
-    (H, KV, D), g = heads, generator(device, i)
-    draw = lambda *shape: torch.randn(*shape, generator=g, device=device, dtype=torch.bfloat16)
-    return (
-        draw(B, 1, H, D),
-        draw(B, KV, S, D),
-        draw(B, KV, S, D),
-        torch.full((B,), S - 1, dtype=torch.int64, device=device),
-    )
+    return contract_of("grouped_attention").production.drawn(w, i, device, slots=S, batch=B)[:4]
 
 
-def _facts(S: int, B: int, heads: tuple[int, int, int]) -> dict:
-    return dict(batch=B, tokens=S, heads=heads[0], kv_heads=heads[1], width=heads[2])
+def _facts(S: int, B: int, w: Widths) -> dict:
+    return dict(batch=B, tokens=S, **dict(zip(("heads", "kv_heads", "width"), sizes(w))))
 
 
-def _name(heads: tuple[int, int, int]) -> str:
-    return f"{heads[0]}q/{heads[1]}kv/{heads[2]}"
+def _name(w: Widths) -> str:
+    return "{}q/{}kv/{}".format(*sizes(w))
 
 
 def _dense(context: str, S: int, B: int, device: str) -> Row:
-    H, KV, D = QWEN
+    H, KV, D = sizes(QWEN)
 
     def make(i):
         q, keys, values, start = inputs(i, S, B, QWEN, device)
@@ -137,11 +133,11 @@ def lost(scores: torch.Tensor, blocks: torch.Tensor, policy: Policy) -> float:
     )
 
 
-def _gather(op: str, context: str, S: int, B: int, heads: tuple[int, int, int], goal: float | None, device: str) -> Row:
-    (H, KV, D), policy = heads, block_bounds(KEPT)
+def _gather(op: str, context: str, S: int, B: int, w: Widths, goal: float | None, device: str) -> Row:
+    (H, KV, D), policy = sizes(w), block_bounds(KEPT)
 
     def make(i):
-        q, keys, values, start = inputs(i, S, B, heads, device)
+        q, keys, values, start = inputs(i, S, B, w, device)
         held = _held(keys, policy)
 
         def run():
@@ -161,20 +157,20 @@ def _gather(op: str, context: str, S: int, B: int, heads: tuple[int, int, int], 
     moved = 4 * B * (KV * min(KEPT, S) + H) * D + 4 * B * KV * (S // policy.block) * D
     return Row(
         op,
-        f"{context} B{B} {_name(heads)}, {KEPT} kept",
+        f"{context} B{B} {_name(w)}, {KEPT} kept",
         make,
         moved,
         4 * B * H * D * (min(KEPT, S) + S // policy.block),
         goal,
-        facts=_facts(S, B, heads),
+        facts=_facts(S, B, w),
         interleaved=True,
-        beside=_published(context, B, heads),
+        beside=_published(context, B, w),
     )
 
 
-def _published(context: str, B: int, heads: tuple[int, int, int]) -> tuple[Beside, ...]:
+def _published(context: str, B: int, w: Widths) -> tuple[Beside, ...]:
     """The published figure beside the fastest SDPA backend of the same run."""
-    return (Beside(REFERENCE[context, B], "^SDPA "),) if heads == QWEN and (context, B) in REFERENCE else ()
+    return (Beside(REFERENCE[context, B], "^SDPA "),) if w == QWEN and (context, B) in REFERENCE else ()
 
 
 def _beside_plain(q, keys, values, start, rule: Termination | None, tolerance: float):
@@ -189,30 +185,30 @@ def _beside_plain(q, keys, values, start, rule: Termination | None, tolerance: f
     return run, lambda: (difference(run(), plain()), tolerance)
 
 
-def _never_stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
+def _never_stopping(context: str, S: int, B: int, w: Widths, device: str) -> Row:
     """What termination costs where it never stops; its peer is the same attention without it, timed in turn, and the
     goal 1.02 of its time."""
-    make = lambda i, rule: _beside_plain(*inputs(i, S, B, heads, device), rule, 0.0)
+    make = lambda i, rule: _beside_plain(*inputs(i, S, B, w, device), rule, 0.0)
     return _terminating(
         "gqa_decode_never_stopping",
         context,
         S,
         S,
         B,
-        heads,
+        w,
         lambda i: make(i, Termination(tau=0)),
         lambda i: make(i, None),
         beside=(FREE,),
     )
 
 
-def _gathered_never_stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
+def _gathered_never_stopping(context: str, S: int, B: int, w: Widths, device: str) -> Row:
     """What termination costs over kept blocks, most important first, where it never stops. Blocks are chosen before the
     time is taken."""
-    (_, KV, D), policy = heads, block_bounds(KEPT)
+    (_, KV, D), policy = sizes(w), block_bounds(KEPT)
 
     def make(i, rule):
-        q, keys, values, start = inputs(i, S, B, heads, device)
+        q, keys, values, start = inputs(i, S, B, w, device)
         blocks = choose_blocks(q, KV, *_held(keys, policy), None, start, policy, True, backend="triton")
         attend = lambda *rules: gather_attention(
             q, keys, values, blocks, start, None, D**-0.5, policy.block, *rules, backend="triton"
@@ -226,7 +222,7 @@ def _gathered_never_stopping(context: str, S: int, B: int, heads: tuple[int, int
         S,
         KEPT,
         B,
-        heads,
+        w,
         lambda i: make(i, Termination(tau=0)),
         lambda i: make(i, None),
         beside=(FREE,),
@@ -234,12 +230,12 @@ def _gathered_never_stopping(context: str, S: int, B: int, heads: tuple[int, int
     )
 
 
-def _stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
+def _stopping(context: str, S: int, B: int, w: Widths, device: str) -> Row:
     """What termination gains where attention is to the newest quarter alone, newest first: every older key is 34 below
     in the exponent."""
 
     def make(i, rule):
-        q, keys, values, start = inputs(i, S, B, heads, device)
+        q, keys, values, start = inputs(i, S, B, w, device)
         q[..., 0], keys[:, :, : -S // SEEN, 0] = 8.0, -48.0
         return _beside_plain(q, keys, values, start, rule, STOPPED)
 
@@ -249,7 +245,7 @@ def _stopping(context: str, S: int, B: int, heads: tuple[int, int, int], device:
         S,
         S // SEEN,
         B,
-        heads,
+        w,
         lambda i: make(i, Termination()),
         lambda i: make(i, None),
         NEVER_US / FASTER,
@@ -262,7 +258,7 @@ def _terminating(
     S: int,
     read: int,
     B: int,
-    heads: tuple[int, int, int],
+    w: Widths,
     make,
     plain,
     goal: float | None = None,
@@ -270,36 +266,30 @@ def _terminating(
     more: str = "",
 ) -> Row:
     """read: tokens that must be read of S; more: of the shape, in words."""
-    H, KV, D = heads
+    H, KV, D = sizes(w)
     return Row(
         op,
-        f"{context} B{B} {_name(heads)}{more}",
+        f"{context} B{B} {_name(w)}{more}",
         make,
         4 * B * (KV * read + H) * D,
         4 * B * H * D * read,
         goal,
         peers={"without termination": plain},
-        facts=_facts(S, B, heads),
+        facts=_facts(S, B, w),
         interleaved=True,
         beside=beside,
     )
 
 
-def _choice(S: int, B: int, heads: tuple[int, int, int], device: str) -> Row:
+def _choice(shape: dict, w: Widths, device: str) -> Row:
     """The price of finding alone: c₁ of the bill."""
-    (H, KV, D), policy = heads, block_bounds(KEPT)
+    (H, KV, D), S, B, policy = sizes(w), shape["slots"], shape["batch"], shape["policy"]
 
     def make(i):
-        q, g = inputs(i, 128, B, heads, device)[0], generator(device, 100 + i)
-        a, b = (
-            torch.randn(B, KV, S // policy.block, D, generator=g, device=device, dtype=torch.bfloat16) for _ in range(2)
-        )
-        held, start = (
-            (torch.minimum(a, b), torch.maximum(a, b)),
-            torch.full((B,), S - 1, dtype=torch.int64, device=device),
-        )
-        run = lambda: choose_blocks(q, KV, *held, None, start, policy, backend="triton")
-        return run, lambda: (lost(block_scores(q, *held, None, start, policy), run(), policy), 1e-5)
+        q, _, *held, start, _, _ = contract_of("choose_blocks").production.drawn(w, i, device, **shape)
+        held[2] = None
+        run = lambda: choose_blocks(q, KV, *held, start, policy, backend="triton")
+        return run, lambda: (lost(block_scores(q, *held, start, policy), run(), policy), 1e-5)
 
     N = S // policy.block
-    return Row("block_choice", f"{N} blocks B{B} {_name(heads)}", make, 4 * B * KV * N * D, 4 * B * H * N * D)
+    return Row("block_choice", f"{N} blocks B{B} {_name(w)}", make, 4 * B * KV * N * D, 4 * B * H * N * D)

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dsv4.kernels.chunked_prefill import Chunking, chunked_prefill
+from dsv4.kernels.grouped_attention.exact import sizes
+from dsv4.kernels.widths import LLAMA
 from scripts.bench.inputs import difference, normal
 from scripts.bench.row import Beside, Row
 
-H, KV, D = 32, 8, 128
+H, KV, D = sizes(LLAMA)
 # relative Frobenius error of sampled queries against fp32 under the mask; bf16 rounding twice is 3e-3
 TOLERANCE = 5e-3
 SAMPLED = 48
