@@ -103,6 +103,11 @@ class Production:
         return self.inputs(widths, Draw(seed, dtype, device), **sizes)
 
 
+def of_tokens(*counts: int) -> Callable[[Any], dict]:
+    """Sizes of benchmarked calls that differ in their tokens alone."""
+    return lambda widths: {"bench": [dict(tokens=N) for N in counts]}
+
+
 @dataclass(frozen=True)
 class Contract:
     """One operation.

@@ -129,6 +129,21 @@ def pool_work(pool, slots, overlap, dtype, weight, eps, cis, simulate) -> Work:
     return Work(moved, 4 * live * D, "8·slots·D + M·D·b + 8·(rotations + slots); 4·slots·D")
 
 
+def pool_inputs(w, draw, compressor, tokens) -> tuple:
+    """All windows of a prompt: those of the first entry begin before it."""
+    ratio, width, simulate = compressors(w)[compressor]
+    M, c = tokens // ratio, OVERLAP[ratio]
+    offsets = torch.arange(-(c - 1) * ratio, ratio, device=draw.device)
+    slots = (torch.arange(M, device=draw.device).unsqueeze(1) * ratio + offsets).clamp(min=-1)
+    pool, cis = draw.rand(tokens, 2 * c * width), draw.angles(w.qk_rope_head_dim // 2, M)
+    return pool, slots, c, draw.dtype, draw.act(width), w.rms_norm_eps, cis, simulate
+
+
+def compressors(w) -> dict[str, tuple[int, int, str]]:
+    """Name → (ratio, columns of an entry, format) of a V4 model's compressors."""
+    return {"CSA": (4, w.head_dim, "kv"), "CSA index": (4, w.index_head_dim, "key"), "HCA": (128, w.head_dim, "kv")}
+
+
 POOL_ENTRIES = Contract(
     "pool_entries",
     "Windows of compressor rows into entries: a softmax over the slots of each column's gates, the sum of kv by it, "
@@ -155,6 +170,7 @@ POOL_ENTRIES = Contract(
     pool_work,
     ("a window without rows gives zeros", "a slot of −1 has no part, whatever row 0 holds", "one row passes unchanged"),
     {"slots": 0, "cis": 0},
+    production=Production(pool_inputs, lambda w: {"bench": [dict(compressor=c, tokens=4096) for c in compressors(w)]}),
 )
 
 

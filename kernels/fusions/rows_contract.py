@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import CODES, Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import CODES, Argument, Case, Contract, Output, Production, Work, of_tokens
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.hadamard.contract import exact as hadamard
 from dsv4.kernels.rope.contract import POSITIONS, turns
@@ -66,6 +66,25 @@ def head_work(q, cis, eps) -> Work:
     return Work(moved, 6 * q.numel(), "2·N·H·D·b + 8·rotations; 6·N·H·D")
 
 
+def heads_of(w, draw, tokens, heads, width) -> tuple:
+    """(q [tokens, heads, width], cis): heads and the rotation of each token."""
+    return draw.act(tokens, heads, width), draw.angles(w.qk_rope_head_dim // 2, tokens)
+
+
+def query_inputs(w, draw, tokens) -> tuple:
+    return *heads_of(w, draw, tokens, w.num_attention_heads, w.head_dim), w.rms_norm_eps
+
+
+def latent_inputs(w, draw, tokens) -> tuple:
+    kv, cis = heads_of(w, draw, tokens, 1, w.head_dim)
+    return kv[:, 0], draw.act(w.head_dim), w.rms_norm_eps, cis, True
+
+
+def index_inputs(w, draw, tokens) -> tuple:
+    return *heads_of(w, draw, tokens, w.index_n_heads, w.index_head_dim), True
+
+
+TOKENS = of_tokens(1, 8, 4096)
 CIS = Argument("cis", ("num_tokens", "pairs"), "complex64", "rotation of the last 2·pairs columns, one a token")
 EPS = Argument("eps", None, "float32", "of the norm")
 HEADS = ("num_tokens", "num_heads", "head_dim")
@@ -80,6 +99,7 @@ QUERY_HEADS = Contract(
     head_work,
     ("a head of zeros gives zeros",),
     {"q": 0, "cis": 0},
+    production=Production(query_inputs, TOKENS),
 )
 
 
@@ -145,6 +165,7 @@ LATENT = Contract(
     latent_work,
     ("a row of zeros gives zeros", "amax is at least 1e-4"),
     {"kv": 0, "cis": 0},
+    production=Production(latent_inputs, TOKENS),
 )
 
 
@@ -189,5 +210,6 @@ INDEX_QUERIES = Contract(
     index_work,
     ("a row of zeros gives zeros",),
     {"q": 0, "cis": 0},
+    production=Production(index_inputs, TOKENS),
 )
 CONTRACTS = (QUERY_HEADS, LATENT, INDEX_QUERIES)

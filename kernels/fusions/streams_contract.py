@@ -1,6 +1,6 @@
 """Contracts of compositions of hyper-connections."""
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, of_tokens
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.hyper_connections import contract as mhc
 from dsv4.kernels.hyper_connections import inputs
@@ -64,6 +64,14 @@ def post_pre_work(out, streams, post, comb, fn, *rest) -> Work:
     )
 
 
+def pre_inputs(w, draw, tokens) -> tuple:
+    return _normed(inputs.connection("random", tokens, w, draw), w, draw)
+
+
+def post_pre_inputs(w, draw, tokens) -> tuple:
+    return *inputs.merge("random", tokens, w, draw), *pre_inputs(w, draw, tokens)[1:]
+
+
 NORM = (
     Argument("weight", ("hidden",), "activation", "of the norm of the sublayer's input"),
     Argument("rms_eps", None, "float32", "of that norm"),
@@ -81,6 +89,7 @@ MHC_PRE_NORM = Contract(
     pre_work,
     mhc.PRE.edges,
     {"streams": 0},
+    production=Production(pre_inputs, of_tokens(1, 4096)),
 )
 MHC_POST_PRE_NORM = Contract(
     "mhc_post_pre_norm",
@@ -93,6 +102,7 @@ MHC_POST_PRE_NORM = Contract(
     post_pre_work,
     ("gates are of the new streams, which may be rounded before", *mhc.PRE.edges),
     mhc.POST.batch,
+    production=Production(post_pre_inputs, of_tokens(1, 8, 64, 4096)),
 )
 MHC_POST_HEAD_NORM = Contract(
     "mhc_post_head_norm",

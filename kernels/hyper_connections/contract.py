@@ -1,6 +1,6 @@
 """Contracts of `mhc_pre`, `mhc_post` and `mhc_head`."""
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, of_tokens
 from dsv4.kernels.hyper_connections import exact, inputs, reference
 
 COUNTS = (1, 3, 5, 17, 33)  # tokens: one, few, and about the tiles of kernels
@@ -102,6 +102,7 @@ POST = Contract(
     post_work,
     ("comb may be any matrix: columns need not sum to 1",),
     {"out": 0, "streams": 0, "post": 0, "comb": 0},
+    production=Production(lambda w, draw, tokens: inputs.merge("random", tokens, w, draw), of_tokens(1, 4096)),
 )
 
 

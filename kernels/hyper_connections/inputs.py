@@ -71,7 +71,7 @@ def connection(family: str, N: int, w, draw, turn: int = 0) -> tuple:
     """streams, fn, scale, base, iterations, eps and norm_eps of `mhc_pre`."""
     n, d = w.hc_mult, w.hidden_size
     fn, base = mixing(family, 2 * n + n * n, n, d, draw)
-    scale, streams = torch.tensor([0.7, 1.3, 2.0]), streams_of(family, N, n, d, draw)
+    scale, streams = torch.tensor([0.7, 1.3, 2.0], device=draw.device), streams_of(family, N, n, d, draw)
     if family == "steep gates":
         streams, fn, base = steep(N, fn, scale.repeat_interleave(torch.tensor([n, n, n * n])), n, d, draw)
     return streams.to(draw.dtype), fn, scale, base, sinkhorn_iterations(family, w, turn), w.hc_eps, w.rms_norm_eps

@@ -4,6 +4,7 @@ from dsv4.kernels.indexer import triton_scores as scores
 from dsv4.kernels.indexer import triton_topk as topk
 from dsv4.kernels.indexer.triton_filter import filter_rows
 from dsv4.kernels.indexer.triton_hierarchical import hierarchical_topk
+from dsv4.kernels.widths import FLASH
 
 DIVISIBLE = (
     "q_b",
@@ -32,10 +33,10 @@ def _case(name: str, kernel, constants: dict, warps: int, options: dict | None =
 def _scores(name: str, form: str, dtype: str, queries: int, groups: int, **more) -> tuple:
     constants = (
         dict(
-            H=64,
-            D=128,
-            DIMS=128,
-            HEADS=64,
+            H=FLASH.index_n_heads,
+            D=FLASH.index_head_dim,
+            DIMS=FLASH.index_head_dim,
+            HEADS=FLASH.index_n_heads,
             FORMAT=("plain", "fp8", "fp4").index(form),
             FP32=dtype == "fp32",
             PARTS=2 if form == "fp8" else 1,

@@ -9,8 +9,10 @@ from dsv4.kernels.hyper_connections import triton_merge, triton_statistics
 from dsv4.kernels.quantize import triton as quantize
 from dsv4.kernels.rms_norm import triton as rms_norm
 from dsv4.kernels.rope import triton as rope
+from dsv4.kernels.widths import FLASH
 
-HIDDEN, STREAMS, PRODUCTS, PADDED = 4096, 4, 24, 32
+HIDDEN, STREAMS = FLASH.hidden_size, FLASH.hc_mult
+PRODUCTS, PADDED = 2 * STREAMS + STREAMS**2, 32
 BF16 = {"X", "Y", "W", "OUT", "H", "NEW", "WEIGHT", "PIECES"}
 INT64 = {"SLOTS", "PHASE"}
 INT8 = {"LIVE"}

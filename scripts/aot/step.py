@@ -11,10 +11,12 @@ from triton.runtime.jit import JITFunction
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout
 from dsv4.kernels.fusions import triton_step, triton_step_inputs
 from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
+from dsv4.kernels.widths import FLASH, VOCABULARY
 
 F32, BF16, I64, COMPLEX = torch.float32, torch.bfloat16, torch.int64, torch.complex64
 POINTERS = {BF16: "*bf16", F32: "*fp32", I64: "*i64", torch.uint8: "*u8"}
-HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, HALF, EPS = 64, 512, 64, 128, 32, 1e-6
+HEADS, WIDTH, INDEX_HEADS = FLASH.num_attention_heads, FLASH.head_dim, FLASH.index_n_heads
+INDEX_WIDTH, HALF, EPS = FLASH.index_head_dim, FLASH.qk_rope_head_dim // 2, FLASH.rms_norm_eps
 
 
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
@@ -113,7 +115,7 @@ def _launch():
         f = (empty(HALF, dtype=F32),) * 2
         triton_step.place(empty(8, dtype=I64), T, f, (128, 256), (Kept(4, 2, 136, (2048,)), Kept(128, 1, 256, (64,))))
         yield f"place, {T} a row"
-    triton_step.embed_streams(empty(8, dtype=I64), empty(129280, 4096), 4, BF16)
+    triton_step.embed_streams(empty(8, dtype=I64), empty(VOCABULARY, FLASH.hidden_size), FLASH.hc_mult, BF16)
     yield "embed_streams"
-    triton_step.chosen_rows(empty(8, 1, 512, dtype=I64), 2048)
+    triton_step.chosen_rows(empty(8, 1, FLASH.index_topk, dtype=I64), 2048)
     yield "chosen_rows"

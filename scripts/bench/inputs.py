@@ -45,16 +45,23 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def beside_definition(
-    production: Production, sizes: dict, ours: Callable, definition: Callable, tolerance: float, device: str
+    production: Production,
+    sizes: dict,
+    ours: Callable,
+    definition: Callable,
+    tolerance: float,
+    device: str,
+    overwrites: bool = False,
 ):
     """make(i) of a row: ours on what the contract draws at V4-Flash's widths. Each result is held against the
-    definition's."""
+    definition's. overwrites: a run may change its inputs, so that a check draws them anew."""
 
     def make(i: int):
         args = production.drawn(FLASH, i, device, **sizes)
 
         def check():
-            pairs = zip(tensors(ours(*args)), tensors(definition(*args)), strict=True)
+            mine, theirs = (production.drawn(FLASH, i, device, **sizes) if overwrites else args for _ in range(2))
+            pairs = zip(tensors(ours(*mine)), tensors(definition(*theirs)), strict=True)
             return max(difference(got, want) for got, want in pairs), tolerance
 
         return lambda: ours(*args), check

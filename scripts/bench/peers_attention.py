@@ -4,10 +4,11 @@ import torch
 
 from dsv4.kernels.attention.reference import sparse_attention
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, pack_layout
+from dsv4.kernels.widths import FLASH
 from scripts.bench.inputs import choose, difference, normal, packed
 from scripts.bench.peers import at_least, hopper, peer, processors, require
 
-H, D, ROPE = 64, 512, 64
+H, D, ROPE = FLASH.num_attention_heads, FLASH.head_dim, FLASH.qk_rope_head_dim
 SCALE = D**-0.5
 TOLERANCE = 2e-2  # relative Frobenius error of bf16 attention on the same quantised rows
 

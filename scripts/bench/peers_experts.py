@@ -6,11 +6,13 @@ import torch
 
 from dsv4.kernels.experts.reference import experts
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.kernels.widths import FLASH
 from scripts.bench.inputs import difference, generator, normal
 from scripts.bench.peers import library, peer, processors, require
 from scripts.bench.peers_torch import against_linear, fp4_matrix
 
-D, I, E, K, LIMIT = 4096, 2048, 256, 6, 10.0
+D, I, E, K = FLASH.hidden_size, FLASH.moe_intermediate_size, FLASH.n_routed_experts, FLASH.num_experts_per_tok
+LIMIT = FLASH.swiglu_limit
 # vLLM's scalar_types.float4_e2m1f.id: 2 exponent bits, 1 mantissa bit, signed, finite only
 E2M1 = 562949953487106
 BLOCKS_PER_SM = 4  # MARLIN_MAX_BLOCKS_PER_SM: locks in the workspace

@@ -4,11 +4,12 @@ import torch
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 from dsv4.kernels.indexer.reference import index_scores
+from dsv4.kernels.widths import FLASH
 from scripts.bench.inputs import difference, normal, packed
 from scripts.bench.peers import at_least, hopper, library, peer, processors, require
 from scripts.bench.peers_torch import same_values
 
-H, D = 64, 128
+H, D = FLASH.index_n_heads, FLASH.index_head_dim
 TOLERANCE = 1e-2  # relative Frobenius error of scores of the same quantised queries and keys
 LOST_SCORE = 1e-3  # mean score of a selection below that of the best one, relative to it
 WORKSPACE = 1 << 20  # bytes that vLLM's top-k kernels are given

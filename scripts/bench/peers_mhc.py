@@ -4,10 +4,11 @@ import torch
 
 from dsv4.kernels.hyper_connections.reference import mhc_post, mhc_pre
 from dsv4.kernels.rms_norm.reference import rms_norm
+from dsv4.kernels.widths import FLASH
 from scripts.bench.inputs import difference, normal
 from scripts.bench.peers import hopper, peer, processors, require
 
-D, N, ITERS, EPS = 4096, 4, 20, 1e-6
+D, N, ITERS, EPS = FLASH.hidden_size, FLASH.hc_mult, FLASH.hc_sinkhorn_iters, FLASH.hc_eps
 TOLERANCE = 1e-2
 
 

@@ -6,15 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.quantize import quantize_mxfp4, to_float
+from dsv4.kernels.widths import FLASH
 from scripts.bench.inputs import difference, normal
 from scripts.bench.peers import NotInstalled, peer
-
-WIDTH = dict(hidden=4096, heads=64, head=512, index_heads=64, index_head=128, streams=4)
 
 
 def index_inputs(f: dict, i: int):
     """bf16 index queries, fp32 head weights and bf16 keys."""
-    B, H, D = f["batch"], WIDTH["index_heads"], WIDTH["index_head"]
+    B, H, D = f["batch"], FLASH.index_n_heads, FLASH.index_head_dim
     weights = normal(3 * i + 1, B, 1, H, dtype=torch.float32).abs() / H
     return normal(3 * i, B, 1, H, D), weights, normal(3 * i + 2, B, f["entries"], D)
 
@@ -67,7 +66,7 @@ def cublas(row, i):
 @peer("SDPA, gathered rows", "csa_decode", "hca_decode", when=lambda facts: facts["cache"] == "bf16")
 def sdpa(row, i):
     """Scaled dot-product attention over rows that were gathered beforehand; the sink is one more key, with no value."""
-    f, H, D = row.facts, WIDTH["heads"], WIDTH["head"]
+    f, H, D = row.facts, FLASH.num_attention_heads, FLASH.head_dim
     n = f["window"] + f["entries"]
     padded = -(-(n + 1) // 8) * 8
     q, rows = normal(2 * i, f["batch"], 1, H, D), normal(2 * i + 1, f["batch"], 1, padded, D)
@@ -83,7 +82,7 @@ def hyper_connection():
     except ImportError as missing:
         raise NotInstalled(f"transformers ({missing})") from missing
     with torch.device("cuda"):
-        module = DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=WIDTH["hidden"], hc_mult=WIDTH["streams"]))
+        module = DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=FLASH.hidden_size, hc_mult=FLASH.hc_mult))
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     return module.requires_grad_(False)
@@ -92,7 +91,7 @@ def hyper_connection():
 @peer("transformers", "mhc_pre_norm", "mhc_post_pre_norm")
 def transformers_mhc(row, i):
     """DeepseekV4HyperConnection and the norm after it; for post, what its decoder layer does before."""
-    module, T, d, n = hyper_connection(), row.facts["tokens"], WIDTH["hidden"], WIDTH["streams"]
+    module, T, d, n = hyper_connection(), row.facts["tokens"], FLASH.hidden_size, FLASH.hc_mult
     streams, out = normal(2 * i, 1, T, n, d), normal(2 * i + 1, 1, T, d)
     weight = torch.ones(d, device="cuda", dtype=torch.bfloat16)
     post, comb = torch.rand(1, T, n, device="cuda"), torch.softmax(torch.randn(1, T, n, n, device="cuda"), -1)

@@ -2,36 +2,52 @@
 
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
+from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.fusions import compositions, triton_compress, triton_heads, triton_step_inputs
+from dsv4.kernels.fusions import entries_contract as entries
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows
 from dsv4.kernels.hyper_connections import triton as mhc
-from scripts.bench.inputs import REFERENCE, difference, generator, normal
+from dsv4.kernels.widths import FLASH
+from dsv4.probes.kernel_audit.subject import reference_of
+from scripts.bench.inputs import REFERENCE, beside_definition, difference, normal
 from scripts.bench.row import Row
 
-D, STREAMS, ITERS, EPS = 4096, 4, 20, 1e-6
-HEADS, HEAD, ROPE, INDEX = 64, 512, 64, 128
+D, STREAMS, EPS = FLASH.hidden_size, FLASH.hc_mult, FLASH.rms_norm_eps
+HEADS, HEAD, ROPE, INDEX = FLASH.num_attention_heads, FLASH.head_dim, FLASH.qk_rope_head_dim, FLASH.index_head_dim
 PRODUCTS = 2 * STREAMS + STREAMS * STREAMS
-# Name, ratio, pieces, width, simulation.
-COMPRESSORS = (("CSA", 4, 2, HEAD, "kv"), ("CSA index", 4, 2, INDEX, "key"), ("HCA", 128, 1, HEAD, "kv"))
+# name, ratio, pieces, width, simulation
+COMPRESSORS = tuple(
+    (n, ratio, entries.OVERLAP[ratio], *rest) for n, (ratio, *rest) in entries.compressors(FLASH).items()
+)
 FN_BYTES = 4 * PRODUCTS * STREAMS * D
 EXACT, SIMULATED = 2e-3, 1e-2  # relative errors: flips of bf16 at ties, and of the grid's values after them
+MIX = 2 * PRODUCTS * STREAMS * D
+# operation: ours, bytes of a token, other bytes, products of a token, tolerance
+ROWS = {
+    "mhc_post_pre_norm": (mhc.mhc_post_pre_norm, (2 * STREAMS + 2) * D * 2, FN_BYTES, MIX, EXACT),
+    "mhc_pre_norm": (mhc.mhc_pre_norm, (STREAMS + 1) * D * 2, FN_BYTES, MIX, EXACT),
+    "mhc_post": (mhc.mhc_post, (2 * STREAMS + 1) * D * 2, 0, 2 * STREAMS * (STREAMS + 1) * D, EXACT),
+    "query_heads": (triton_heads.query_heads, HEADS * HEAD * 4, 0, 0, EXACT),
+    "latent": (triton_heads.latent, HEAD * 4, 0, 0, SIMULATED),
+    "index_queries": (triton_heads.index_queries, FLASH.index_n_heads * INDEX * 4, 0, 0, SIMULATED),
+}
+GOALS = {("mhc_post_pre_norm", 1): 6.0, ("mhc_post_pre_norm", 8): 6.0, ("mhc_post_pre_norm", 4096): 150.0}
 
 
 def rows(device: str) -> Iterator[Row]:
-    for tokens, goal in ((1, 6.0), (8, 6.0), (64, None), (4096, 150.0)):
-        yield boundary(device, tokens, goal)
-    for tokens in (1, 4096):
-        yield before(device, tokens)
-        yield after(device, tokens)
-    for tokens in (1, 8, 4096):
-        yield from heads(device, tokens)
+    for op, (ours, each, more, products, tolerance) in ROWS.items():
+        contract, definition = contract_of(op), reference_of(op)
+        scratch = any(argument.scratch for argument in contract.arguments)
+        for sizes in contract.production.sizes(FLASH)["bench"]:
+            T = sizes["tokens"]
+            make = beside_definition(contract.production, sizes, ours, definition, tolerance, device, scratch)
+            yield Row(op, f"T{T}", make, T * each + more, T * products, GOALS.get((op, T)), facts={"tokens": T})
     for batch in (1, 8):
         yield from attention_inputs(device, batch)
-    yield from prefill_entries(device, 4096)
+    yield from prefill_entries(device)
 
 
 def compared(run, definition, tolerance: float):
@@ -45,118 +61,12 @@ def compared(run, definition, tolerance: float):
     return check
 
 
-# mHC ------------------------------------------------------------------------------------------------------------------
-
-
-def streams(device: str, tokens: int, i: int) -> SimpleNamespace:
-    fp32 = partial(normal, dtype=torch.float32, device=device)
-    make, g = partial(normal, device=device), generator(device, 7 * i)
-    post = 2 * torch.rand(tokens, STREAMS, device=device, generator=g)
-    comb = torch.softmax(fp32(7 * i + 1, tokens, STREAMS, STREAMS), 1)
-    return SimpleNamespace(
-        mixing=(make(7 * i + 2, tokens, D), make(7 * i + 3, tokens, STREAMS, D), post, comb),
-        weights=(
-            fp32(7 * i + 4, PRODUCTS, STREAMS * D) * 0.02,
-            torch.ones(3, device=device),
-            fp32(7 * i + 5, PRODUCTS),
-            ITERS,
-            EPS,
-            EPS,
-        ),
-        norm=(make(7 * i + 6, D), EPS),
-    )
-
-
-def boundary(device: str, tokens: int, goal: float | None) -> Row:
-    def make(i: int):
-        s = streams(device, tokens, i)
-        run = partial(mhc.mhc_post_pre_norm, *s.mixing, *s.weights, *s.norm)
-        return run, compared(
-            run, partial(compositions.mhc_post_pre_norm, REFERENCE, *s.mixing, *s.weights, *s.norm), EXACT
-        )
-
-    size = tokens * (2 * STREAMS + 2) * D * 2 + FN_BYTES
-    flops = 2 * tokens * PRODUCTS * STREAMS * D
-    return Row("mhc_post_pre_norm", f"T{tokens}", make, size, flops, goal, facts={"tokens": tokens})
-
-
-def before(device: str, tokens: int) -> Row:
-    def make(i: int):
-        s = streams(device, tokens, i)
-        run = partial(mhc.mhc_pre_norm, s.mixing[1], *s.weights, *s.norm)
-        return run, compared(
-            run, partial(compositions.mhc_pre_norm, REFERENCE, s.mixing[1], *s.weights, *s.norm), EXACT
-        )
-
-    size = tokens * (STREAMS + 1) * D * 2 + FN_BYTES
-    return Row("mhc_pre_norm", f"T{tokens}", make, size, 2 * tokens * PRODUCTS * STREAMS * D, facts={"tokens": tokens})
-
-
-def after(device: str, tokens: int) -> Row:
-    def make(i: int):
-        s = streams(device, tokens, i)
-        run = partial(mhc.mhc_post, *s.mixing)
-        return run, compared(run, partial(REFERENCE.mhc_post, *s.mixing), EXACT)
-
-    return Row(
-        "mhc_post",
-        f"T{tokens}",
-        make,
-        tokens * (2 * STREAMS + 1) * D * 2,
-        2 * tokens * STREAMS * (STREAMS + 1) * D,
-        facts={"tokens": tokens},
-    )
-
-
-# Heads ----------------------------------------------------------------------------------------------------------------
+# Between a layer's linear maps and its attention ----------------------------------------------------------------------
 
 
 def rotation(device: str, i: int, tokens: int) -> torch.Tensor:
     angle = normal(9 * i + 8, tokens, ROPE // 2, dtype=torch.float32, device=device) * 3
     return torch.complex(angle.cos(), angle.sin())
-
-
-def heads(device: str, tokens: int) -> Iterator[Row]:
-    def queries(i: int):
-        q, cis = normal(9 * i, tokens, HEADS, HEAD, device=device), rotation(device, i, tokens)
-        run = partial(triton_heads.query_heads, q, cis, EPS)  # overwrites q: a repeat norms and turns it once more
-
-        def check():
-            fresh = q.clone()
-            return compared(
-                partial(triton_heads.query_heads, fresh.clone(), cis, EPS),
-                partial(compositions.query_heads, REFERENCE, fresh.clone(), cis, EPS),
-                EXACT,
-            )()
-
-        return run, check
-
-    def latents(i: int):
-        kv, weight = normal(9 * i + 1, tokens, HEAD, device=device), normal(9 * i + 2, HEAD, device=device)
-        args = kv, weight, EPS, rotation(device, i, tokens), True
-        run = partial(triton_heads.latent, *args)
-        return run, compared(run, partial(compositions.latent, REFERENCE, *args), SIMULATED)
-
-    def index(i: int):
-        q, cis = normal(9 * i + 3, tokens, HEADS, INDEX, device=device), rotation(device, i, tokens)
-        run = partial(triton_heads.index_queries, q, cis, True)
-
-        def check():
-            fresh = normal(9 * i + 3, tokens, HEADS, INDEX, device=device)
-            return compared(
-                partial(triton_heads.index_queries, fresh.clone(), cis, True),
-                partial(compositions.index_queries, REFERENCE, fresh.clone(), cis, True),
-                SIMULATED,
-            )()
-
-        return run, check
-
-    yield Row("query_heads", f"T{tokens}", queries, tokens * HEADS * HEAD * 4, 0, facts={"tokens": tokens})
-    yield Row("latent", f"T{tokens}", latents, tokens * HEAD * 4, 0, facts={"tokens": tokens})
-    yield Row("index_queries", f"T{tokens}", index, tokens * HEADS * INDEX * 4, 0, facts={"tokens": tokens})
-
-
-# Between a layer's linear maps and its attention ----------------------------------------------------------------------
 
 
 def windows(
@@ -240,24 +150,12 @@ def attention_inputs(device: str, batch: int) -> Iterator[Row]:
             yield Row("attention_inputs", shape, make, size, 0, 3.0 if compressors else None, facts={"batch": batch})
 
 
-def prefill_entries(device: str, tokens: int) -> Iterator[Row]:
+def prefill_entries(device: str) -> Iterator[Row]:
     """All entries of a prompt: every window is complete, and rows are read once for each window they are in."""
-    for name, ratio, overlap, width, simulate in COMPRESSORS:
-
-        def make(i: int, ratio=ratio, overlap=overlap, width=width, simulate=simulate):
-            M, pool = tokens // ratio, normal(11 * i, tokens, 2 * overlap * width, dtype=torch.float32, device=device)
-            offsets = torch.arange(-(overlap - 1) * ratio, ratio, device=device)
-            slots = (torch.arange(M, device=device).unsqueeze(1) * ratio + offsets).clamp(min=-1)
-            weight = normal(11 * i + 3, width, device=device)
-            args = slots, overlap, torch.bfloat16, weight, EPS, rotation(device, i, M), simulate
-            run = partial(triton_compress.pool_entries, pool, *args)
-            return run, compared(run, partial(compositions.pool_entries, REFERENCE, pool, *args), SIMULATED)
-
-        yield Row(
-            "pool_entries",
-            f"{name} T{tokens}",
-            make,
-            tokens * 8 * overlap * width + tokens // ratio * 2 * width,
-            0,
-            facts={"tokens": tokens},
-        )
+    production, definition = contract_of("pool_entries").production, reference_of("pool_entries")
+    widths = {name: (ratio, overlap, width) for name, ratio, overlap, width, _ in COMPRESSORS}
+    for sizes in production.sizes(FLASH)["bench"]:
+        name, T, (ratio, overlap, width) = sizes["compressor"], sizes["tokens"], widths[sizes["compressor"]]
+        make = beside_definition(production, sizes, triton_compress.pool_entries, definition, SIMULATED, device)
+        moved = T * 8 * overlap * width + T // ratio * 2 * width
+        yield Row("pool_entries", f"{name} T{T}", make, moved, 0, facts={"tokens": T})
