@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 
 import pytest
 import torch
 
-from dsv4.kernels.contract import Contract, outcome, rebuilt
+from dsv4.kernels.contract import Contract, outcome, rebuilt, tensors
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.drawing import Draw
@@ -14,7 +15,7 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.kernels.quantize import WeightFormat
-from dsv4.kernels.widths import FLASH, SMALL, Widths
+from dsv4.kernels.widths import FLASH, LLAMA, SMALL, Widths
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.probes.faults.gqa_profiles import GQA_PROFILES
 from dsv4.probes.kernel_audit.acceptance import Truth, canaries, truth_of
@@ -64,17 +65,27 @@ def others(name: str) -> dict:
     return {k: found[k] for k in ("reference", "cpu") if k in found}
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("name", [n for n, c in ALL.items() if c.empty and c.batch])
-def test_no_queries_give_an_empty_result(name):
-    contract, names = ALL[name], [a.name for a in ALL[name].arguments]
-    truth = truths(name, contract.dtypes[0])[0]
-    axes = {names.index(n): axis for n, axis in contract.batch.items()}
+def without_queries(name: str) -> tuple[Truth, tuple]:
+    """The first case of an operation, and its arguments without queries."""
+    contract, truth = ALL[name], truths(name, ALL[name].dtypes[0])[0]
+    axes = {contract.number(n): axis for n, axis in contract.batch.items()}
     none = lambda i, a: rebuilt(a, lambda t: t.narrow(axes[i], 0, 0)) if i in axes else a
-    case = replace(truth.case, arguments=tuple(none(i, a) for i, a in enumerate(truth.case.arguments)))
+    return truth, tuple(none(i, a) for i, a in enumerate(truth.case.arguments))
+
+
+BATCHED = [n for n, c in ALL.items() if c.empty and c.batch]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", BATCHED)
+def test_no_queries_give_an_empty_result(name):
+    truth, arguments = without_queries(name)
+    case = replace(truth.case, arguments=arguments)
     for who, function in others(name).items():
         found = results(
-            contract, lambda *a, n=len(names) - (who == "cpu" and name == "topk_entries"): function(*a[:n]), case
+            ALL[name],
+            lambda *a, n=len(arguments) - (who == "cpu" and name == "topk_entries"): function(*a[:n]),
+            case,
         )
         assert [t.shape for t in found] == [(0, *t.shape[1:]) for t in truth.exact], who
 
@@ -136,6 +147,19 @@ def test_canaries_are_refused_in_every_case_that_does_not_say_why_not(name, dtyp
 def test_every_operation_of_a_model_has_a_contract_or_is_known_to_have_none():
     without = {"chunked_prefill", "fetch", "write_back"}
     assert set(OPERATIONS | GQA_OPERATIONS) - set(ALL) == without
+
+
+@pytest.mark.parametrize("name", [n for n, c in ALL.items() if c.production])
+def test_calls_at_the_sizes_of_models_have_the_axes_that_the_contract_names(name):
+    """Without memory: each axis has one size throughout a call."""
+    contract, widths = ALL[name], LLAMA if name in GQA_OPERATIONS and name not in OPERATIONS else FLASH
+    for sizes in chain.from_iterable(contract.production.sizes(widths).values()):
+        call, found = contract.production.drawn(widths, 0, "meta", **sizes), {}
+        for argument, value in zip(contract.arguments, call, strict=True):
+            assert {t.device.type for t in tensors(value)} <= {"meta"}, argument.name
+            if argument.shape is not None and isinstance(value, torch.Tensor):
+                for axis, n in zip(argument.shape, value.shape, strict=True):
+                    assert found.setdefault(axis, n) == n, (argument.name, axis, sizes)
 
 
 @pytest.mark.parametrize("family", ["random", "small rows", "pointed", "rotated part"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsv4.kernels.errors import UnsupportedInput
-from dsv4.kernels.hyper_connections import mhc_head, mhc_post, mhc_pre, reference, triton_statistics
+from dsv4.kernels.hyper_connections import mhc_post, mhc_pre, reference, triton_statistics
 from dsv4.kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
 from dsv4.kernels.rms_norm.reference import rms_norm
 
@@ -104,13 +104,6 @@ def test_products_of_many_tokens(tokens, n, dtype, monkeypatch):
     check_pre(Case(tokens, n, d=40, dtype=dtype), iters=3)
 
 
-@pytest.mark.parametrize(
-    "tokens,dtype", [(0, torch.float32), (1, torch.bfloat16), (3, torch.float32), (17, torch.bfloat16)], ids=str
-)
-def test_before_a_sublayer_by_token_count(tokens, dtype):
-    check_pre(Case(tokens, d=40, dtype=dtype), iters=3)
-
-
 @pytest.mark.parametrize("tokens,n", [(2, 1), (1, 2), (2, 3), (1, 5), (2, 8), (17, 3), (5, 8)])
 def test_any_number_of_streams(tokens, n):
     check_boundary(Case(tokens, n, 33), iters=3)
@@ -150,15 +143,6 @@ def test_equal_logits_ties_and_zero_streams():
     case = Case(2)
     case.streams.zero_(), case.out.zero_()
     check_boundary(case, 2)
-
-
-@pytest.mark.parametrize("tokens,n,d", [(0, 4, 8), (1, 4, 72), (5, 3, 33), (1, 8, 1030), (17, 4, 40)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_post_and_head(tokens, n, d, dtype):
-    case = Case(tokens, n, d, dtype)
-    close(mhc_post(*case.mixing, backend="triton"), mhc_post(*case.mixing))
-    head = case.fn[:n], case.scale[:1], case.base[:n], 0.03, EPS
-    close(mhc_head(case.streams, *head, backend="triton"), mhc_head(case.streams, *head))
 
 
 def test_strided_inputs_equal_contiguous_ones():

@@ -95,12 +95,6 @@ def test_rows_that_are_not_side_by_side():
     assert distance(gpu.linear(x, w), exact(x, w)) < 1e-5
 
 
-def test_nothing_to_do():
-    w = pack(randn(32, 256), "fp8")
-    assert gpu.linear(torch.empty(0, 256, device=DEVICE), w, True).shape == (0, 32)
-    assert gpu.grouped_linear(torch.empty(0, 2, 256, device=DEVICE), w).shape == (0, 2, 16)
-
-
 def test_what_is_refused():
     x = randn(1, 256)
     with pytest.raises(UnsupportedInput, match="dense"):
