@@ -153,13 +153,13 @@ def test_every_operation_of_a_model_has_a_contract_or_is_known_to_have_none():
 def test_calls_at_the_sizes_of_models_have_the_axes_that_the_contract_names(name):
     """Without memory: each axis has one size throughout a call."""
     contract, widths = ALL[name], LLAMA if name in GQA_OPERATIONS and name not in OPERATIONS else FLASH
-    for sizes in chain.from_iterable(contract.production.sizes(widths).values()):
-        call, found = contract.production.drawn(widths, 0, "meta", **sizes), {}
+    for asked in chain.from_iterable(contract.production.sizes(widths).values()):
+        call, found = contract.production.drawn(widths, 0, "meta", **asked), {}
         for argument, value in zip(contract.arguments, call, strict=True):
             assert {t.device.type for t in tensors(value)} <= {"meta"}, argument.name
             if argument.shape is not None and isinstance(value, torch.Tensor):
                 for axis, n in zip(argument.shape, value.shape, strict=True):
-                    assert found.setdefault(axis, n) == n, (argument.name, axis, sizes)
+                    assert found.setdefault(axis, n) == n, (argument.name, axis, asked)
 
 
 @pytest.mark.parametrize("family", ["random", "small rows", "pointed", "rotated part"])

@@ -7,50 +7,12 @@ from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts import experts, shared_expert
 from dsv4.kernels.experts.exact import exact_experts
 from dsv4.kernels.linear import grouped_linear, linear, reference
-from dsv4.kernels.quantize import (
-    PackedWeight,
-    WeightFormat,
-    quantize_fp8,
-    quantize_mxfp4,
-    quantize_nvfp4,
-    to_float,
-)
+from dsv4.kernels.quantize import to_float
 from dsv4.kernels.quantize.weights import expert
+from tests.kernels.products import pack, stack
 
-FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 with fp32 scales", "mxfp4", "nvfp4"]
-QUANTISED = FORMATS[2:]
-
-
-def pack(w: torch.Tensor, form: str) -> PackedWeight:
-    match form:
-        case "dense fp32":
-            return PackedWeight(WeightFormat.DENSE, w)
-        case "dense bf16":
-            return PackedWeight(WeightFormat.DENSE, w.bfloat16())
-        case "fp8":
-            return PackedWeight(WeightFormat.FP8, *quantize_fp8(w, (32, 32)), None, (32, 32))
-        case "fp8 with fp32 scales":
-            weight, scale = quantize_fp8(w, (32, 32))
-            return PackedWeight(WeightFormat.FP8, weight, scale.float() * 1.25, None, (32, 32))
-        case "mxfp4":
-            return PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(w))
-        case "nvfp4":
-            weight, scale, glob = quantize_nvfp4(w)
-            return PackedWeight(WeightFormat.NVFP4, weight, scale, glob.view(1))
-
-
-def stack(ws: list[torch.Tensor], form: str, parts: int) -> PackedWeight:
-    """A stack of matrices, each made of `parts` stacked along its rows."""
-    made = [[pack(p, form) for p in w.chunk(parts)] for w in ws]
-    raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-    join = lambda get: (
-        None
-        if get(made[0][0]) is None
-        else torch.stack([torch.cat([raw(get(p)) for p in w]) for w in made]).view(get(made[0][0]).dtype)
-    )
-    first = made[0][0]
-    glob = None if first.global_scale is None else torch.stack([torch.cat([p.global_scale for p in w]) for w in made])
-    return PackedWeight(first.format, join(lambda p: p.weight), join(lambda p: p.scale), glob, first.block)
+SMALL_BLOCKS = ["fp8 blocks of 32", "fp8 fp32 scales of blocks of 32"]
+FORMATS = ["dense fp32", "dense bf16", *SMALL_BLOCKS, "mxfp4", "nvfp4"]
 
 
 def test_simulation_of_a_dense_weight_is_refused():
@@ -79,7 +41,7 @@ def test_each_group_meets_its_own_rows(form, scratch, monkeypatch):
         assert torch.allclose(got[:, g], x[:, g] @ value[g].T, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp8 with fp32 scales"])
+@pytest.mark.parametrize("form", SMALL_BLOCKS)
 @pytest.mark.parametrize("simulate", [False, True], ids=["plain", "simulated"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -88,8 +50,7 @@ def test_experts_of_small_blocks_and_of_scales_that_are_no_powers_of_two(form, s
     g = torch.Generator().manual_seed(3)
     E, D, I, k, limit = 5, 64, 32, 2, 10.0
     x = torch.randn(tokens, D, generator=g) * 4
-    w13 = stack([torch.randn(2 * I, D, generator=g) for _ in range(E)], form, 2)
-    w2 = stack([torch.randn(D, I, generator=g) for _ in range(E)], form, 1)
+    w13, w2 = stack(E, 2 * I, D, form, 2), stack(E, D, I, form, 1, 100)
     indices = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(tokens)])
     args = x, indices, torch.rand(tokens, k, generator=g), w13, w2, limit, simulate
     y = x.double() @ to_float(expert(w13, 0)).double().T

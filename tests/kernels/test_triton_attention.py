@@ -10,6 +10,7 @@ from dsv4.kernels.attention import triton as kernels
 from dsv4.kernels.attention.triton import Tile
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from dsv4.kernels.errors import UnsupportedInput
+from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {
@@ -18,15 +19,6 @@ TILES = {
     "more heads, not chained": Tile(32, 16, 4, 2, 1, 1, unchain=True),
 }
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh buffers hold NaN: a kernel that reads what nobody wrote shows it."""
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: t.fill_(NAN) if (t := empty(*a, **k)).is_floating_point() else t
-    )
 
 
 @pytest.fixture(

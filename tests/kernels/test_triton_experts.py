@@ -12,28 +12,12 @@ from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from dsv4.kernels.quantize.weights import expert
 from dsv4.kernels.router import triton as router_gpu
-from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn  # noqa: F401
+from tests.kernels.products import CUDA, DEVICE, DTYPES, distance, graphed, needs_gpu, pack, poison, randn, stack  # noqa: F401
 from tests.kernels.ptx import compiled
 
 FORMATS = ["dense fp32", "dense bf16", "fp8", "fp8 fp32 scales", "mxfp4", "nvfp4"]
 QUANTISED = FORMATS[2:]
 LIMIT = 3.0
-
-
-def stack(E: int, O: int, K: int, form: str, parts: int, seed: int = 0) -> PackedWeight:
-    """E matrices [O, K], each of `parts` stacked along its rows."""
-    made = [[pack(randn(O // parts, K, seed=seed + 7 * e + p) * (1 + p), form) for p in range(parts)] for e in range(E)]
-    first = made[0][0]
-
-    def join(field: str):
-        if getattr(first, field) is None:
-            return None
-        raw = lambda t: t.view(torch.uint8) if t.dtype.itemsize == 1 else t
-        return torch.stack([torch.cat([raw(getattr(p, field)) for p in w]) for w in made]).view(
-            getattr(first, field).dtype
-        )
-
-    return PackedWeight(first.format, join("weight"), join("scale"), join("global_scale"), first.block)
 
 
 def choices(N: int, k: int, E: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

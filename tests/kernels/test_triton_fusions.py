@@ -10,23 +10,13 @@ from dsv4.kernels.fusions import compositions
 from dsv4.kernels.fusions.triton_compress import pool_entries
 from dsv4.kernels.fusions.triton_heads import index_queries, latent, query_heads
 from dsv4.kernels.operations import OPERATIONS
+from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = SimpleNamespace(**{name: op.implementations["reference"] for name, op in OPERATIONS.items()})
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-6
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh buffers hold NaN: a kernel that reads what it has not written shows it."""
-
-    def filled(make):
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
-
-    monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
 
 def randn(*shape, dtype=torch.float32, seed=0):

@@ -8,21 +8,11 @@ from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.hyper_connections import mhc_post, mhc_pre, reference, triton_statistics
 from dsv4.kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
 from dsv4.kernels.rms_norm.reference import rms_norm
+from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-6
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh buffers hold NaN: a kernel that reads what it has not written shows it."""
-
-    def filled(make):
-        return lambda *args, **kwargs: make(*args, **kwargs).fill_(float("nan"))
-
-    monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
 
 class Case:

@@ -9,6 +9,7 @@ from dsv4.kernels.indexer import index_scores, reference, triton_choose, triton_
 from dsv4.kernels.indexer import triton as ours
 from dsv4.kernels.indexer.triton_choose import Plan
 from tests.kernels import ptx
+from tests.kernels.products import fill_fresh_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
@@ -20,13 +21,7 @@ formats = pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.value if f el
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh buffers hold NaN or the largest integer: a kernel that reads what was not written shows it."""
-    make = torch.empty
-
-    def empty(*args, **kwargs):
-        t = make(*args, **kwargs)
-        return t.fill_(NAN if t.is_floating_point() else torch.iinfo(t.dtype).max)
-
-    monkeypatch.setattr(torch, "empty", empty)
+    fill_fresh_buffers(monkeypatch, torch.iinfo(torch.int64).max)
 
 
 @pytest.fixture

@@ -6,26 +6,12 @@ import torch
 
 from dsv4.kernels import compress, hadamard, quantize, rms_norm, rope
 from dsv4.kernels.errors import UnsupportedInput
+from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh buffers hold NaN: a kernel that reads what it has not written shows it."""
-
-    def filled(make):
-        def call(*args, **kwargs):
-            t = make(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() and t.element_size() > 1 else t
-
-        return call
-
-    monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
 
 
 def randn(*shape, dtype=torch.float32, seed=0):

@@ -12,6 +12,7 @@ from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
 from dsv4.kernels.fusions.triton_step_inputs import attention_inputs
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.rope import rotation
+from tests.kernels.products import fill_fresh_buffers
 from tests.kernels.test_triton_fusions import DEVICE, DTYPES, EPS, close, randn
 
 REFERENCE = bind(OPERATIONS, "reference", DispatchLedger())
@@ -21,16 +22,7 @@ gpu = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Fresh buffers hold NaN, or a number that is no row: a kernel that reads what it has not written shows it."""
-
-    def filled(make):
-        def made(*args, **kwargs):
-            t = make(*args, **kwargs)
-            return t.fill_(float("nan") if t.is_floating_point() else 99)
-
-        return made
-
-    monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", filled(torch.empty_like))
+    fill_fresh_buffers(monkeypatch, 99)
 
 
 def pool(rows: int, D: int, rope: int, how, seed: int = 0):
