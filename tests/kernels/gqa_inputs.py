@@ -1,4 +1,4 @@
-"""Inputs and oracles of grouped-query attention, shared by its tests. Nothing here comes from the kernels."""
+"""Inputs of kernels, and oracles of grouped-query attention, shared by tests. Nothing here comes from the kernels."""
 
 import torch
 
@@ -8,6 +8,11 @@ NAN = float("nan")
 
 def randn(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def turns(n, half, seed=0):
+    angle = torch.rand(n, half, generator=torch.Generator().manual_seed(seed)) * 6.28
+    return torch.complex(angle.cos(), angle.sin()).to(DEVICE)
 
 
 def cache(B, T, H, KV, S, D, start, dtype=torch.float32, seed=0):

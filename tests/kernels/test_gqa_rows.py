@@ -10,14 +10,10 @@ from dsv4.kernels.grouped_attention import grouped_attention
 from dsv4.kernels.rope import rotation
 from dsv4.kernels.rotary_rows import rotary_rows
 from dsv4.kernels.silu_mul import silu_mul
+from tests.kernels.gqa_inputs import DEVICE, randn
 from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["reference", "triton"]
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 # Attention ------------------------------------------------------------------------------------------------------------

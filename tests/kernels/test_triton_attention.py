@@ -10,9 +10,9 @@ from dsv4.kernels.attention import triton as kernels
 from dsv4.kernels.attention.triton import Tile
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from dsv4.kernels.errors import UnsupportedInput
+from tests.kernels.gqa_inputs import DEVICE, randn
 from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {
     "small tiles": Tile(16, 16, 4, 1, 1, 1),
     "more keys": Tile(16, 32, 4, 2, 1, 1),
@@ -30,10 +30,6 @@ def tiled(request, monkeypatch):
     if DEVICE == "cuda":
         pytest.skip("the tiles of this GPU are tested at its own shapes")
     monkeypatch.setattr(kernels, "plan", lambda *shape: (TILES[request.param[0]], request.param[1]))
-
-
-def randn(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def listed(N, W, rows, seed=0):

@@ -10,22 +10,13 @@ from dsv4.kernels.fusions import compositions
 from dsv4.kernels.fusions.triton_compress import pool_entries
 from dsv4.kernels.fusions.triton_heads import index_queries, latent, query_heads
 from dsv4.kernels.operations import OPERATIONS
+from tests.kernels.gqa_inputs import DEVICE, randn, turns
 from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 REFERENCE = SimpleNamespace(**{name: op.implementations["reference"] for name, op in OPERATIONS.items()})
 DTYPES = [torch.float32, torch.bfloat16]
 EPS = 1e-6
 gpu = pytest.mark.gpu
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
-
-
-def turns(n, half, seed=0):
-    angle = torch.rand(n, half, generator=torch.Generator().manual_seed(seed)) * 6.28
-    return torch.complex(angle.cos(), angle.sin()).to(DEVICE)
 
 
 def close(got, wanted, simulated=False):

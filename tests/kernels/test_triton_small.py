@@ -6,16 +6,12 @@ import torch
 
 from dsv4.kernels import compress, hadamard, quantize, rms_norm, rope
 from dsv4.kernels.errors import UnsupportedInput
+from tests.kernels.gqa_inputs import DEVICE, randn, turns
 from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-6
 gpu = pytest.mark.gpu
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
 
 
 def close(got, wanted, tolerance=1e-5):
@@ -54,11 +50,6 @@ def test_rms_norm_takes_strides_many_rows_and_zeros():
 
 
 # Rotation -------------------------------------------------------------------------------------------------------------
-
-
-def turns(n, half, seed=0):
-    angle = torch.rand(n, half, generator=torch.Generator().manual_seed(seed)) * 6.28
-    return torch.complex(angle.cos(), angle.sin()).to(DEVICE)
 
 
 @pytest.mark.parametrize("half", [1, 5, 16, 32])
