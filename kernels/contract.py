@@ -96,7 +96,12 @@ class Production:
 
     inputs: Callable[..., tuple]
     sizes: Callable[[Any], Mapping[str, Sequence[Mapping[str, Any]]]] = lambda widths: {}
-    label: Callable[..., str] | None = None
+    label: Callable[..., str] = lambda **sizes: ", ".join(f"{name} {value}" for name, value in sizes.items())
+
+    def timed(self, widths, draw: Draw) -> Iterator[Case]:
+        """Cases of the sizes that are timed."""
+        for each in self.sizes(widths).get("timed", ()):
+            yield Case(self.label(**each), "timed", self.inputs(widths, draw, **each))
 
     def drawn(self, widths, seed: int, device: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> tuple:
         """The arguments of one call. dtype: of activations, which sizes may name too."""
@@ -140,13 +145,10 @@ class Contract:
         """The accuracy class of activations in `dtype` where none is asked for: 'fp32' of fp32 ones, else the first."""
         return "fp32" if dtype is torch.float32 and "fp32" in self.classes else next(iter(self.classes))
 
-    def timed(self, widths, draw: Draw) -> Iterator[Case]:
+    def timed(self, widths, draw: Draw) -> list[Case]:
         """The cases of `dsv4 kernel bench`: those of production, where it has any, else random ones."""
-        sizes = self.production.sizes(widths).get("timed") if self.production else None
-        if not sizes:
-            yield from (case for case in self.cases(widths, draw) if case.family == "random")
-        for each in sizes or ():
-            yield Case(self.production.label(**each), "timed", self.production.inputs(widths, draw, **each))
+        made = self.production.timed(widths, draw) if self.production else ()
+        return [*made] or [case for case in self.cases(widths, draw) if case.family == "random"]
 
     def number(self, name: str) -> int:
         """Position of the argument called `name`."""

@@ -74,11 +74,10 @@ def bench_kernels(
         Draw(seed, torch.bfloat16 if torch.bfloat16 in contract.dtypes else contract.dtypes[0]),
         WIDTHS[shapes],
     )
-    cases = list(contract.timed(widths, draw))
     with Worker(specs[0], limit=600) as worker:
         found = worker.ask(limits)
         rows = []
-        for case in cases:
+        for case in contract.timed(widths, draw):
             said(case.label)
             rows.append(_row(contract, case, specs, verdicts, worker, found, replays))
     return rows, found, verdicts
