@@ -3,12 +3,14 @@
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dsv4.loaders.config_files import DECODERS
 from dsv4.model import families
 from dsv4.probes import families as probed
+from dsv4.probes.probe import available, form_for, probe_named
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = (  # files of one family, and the lists of families
@@ -94,3 +96,16 @@ def test_the_probes_know_the_families_that_the_engine_runs():
     assert set(probed.FAMILIES) == NAMES and len(DECODERS) > 2
     for name, family in probed.FAMILIES.items():
         assert family.name == name and families.FAMILIES[name].title == family.title
+
+
+@pytest.mark.parametrize("family", probed.FAMILIES.values(), ids=lambda family: family.name)
+def test_reasons_and_forms_are_of_probes_of_the_catalogue(family):
+    """A probe's form for a family has the probe's name, and keeps its seed and effort."""
+    known, subject = available(), SimpleNamespace(family=family.name)
+    forms = {path.stem for path in (ROOT / "probes/catalogue" / family.name).glob("*.py")} - {"__init__"}
+    assert set(family.lacks) <= set(known) and forms <= set(known) - set(family.lacks)
+    for name in known:
+        probe = probe_named(name)(seed=3, effort=0.5)
+        form = form_for(probe, subject)
+        assert (form is not probe) == (name in forms) and isinstance(form, type(probe)), name
+        assert (form.name, form.seed, form.effort) == (name, 3, 0.5)

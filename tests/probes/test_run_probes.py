@@ -98,21 +98,19 @@ def test_a_rewind_that_stops_short_at_the_window_s_end_alone_is_seen(subject, mo
     assert found and all(c.where.endswith(f" at {edge}") for c in found), found[:2]
 
 
-def test_windows_that_end_within_the_run_are_places():
-    of = lambda **config: sorted(set(places(SimpleNamespace(**config))) - set(PLACES))
-    assert (
-        of(sliding_window=64) == [63, 64, 65]
-        and of(sliding_window=1) == [1, 2]
-        and of(sliding_window=160) == [159, 160]
-    )
-    assert of(sliding_window=4096) == [] == of(windows=(None, None)) and of(windows=(None, 33, 50, 33)) == [
-        32,
-        33,
-        34,
-        49,
-        50,
-        51,
-    ]
+@pytest.mark.parametrize(
+    "family,config,found",
+    [
+        ("deepseek_v4", {"sliding_window": 64}, [63, 64, 65]),
+        ("deepseek_v4", {"sliding_window": 1}, [1, 2]),
+        ("deepseek_v4", {"sliding_window": 160}, [159, 160]),
+        ("deepseek_v4", {"sliding_window": 4096}, []),
+        ("gqa", {"windows": (None, None)}, []),
+        ("gqa", {"windows": (None, 33, 50, 33)}, [32, 33, 34, 49, 50, 51]),
+    ],
+)
+def test_windows_that_end_within_the_run_are_places(family, config, found):
+    assert sorted(set(places(SimpleNamespace(family=family, **config))) - set(PLACES)) == found
 
 
 def test_a_neighbour_that_leaks_is_seen(subject, monkeypatch):
