@@ -53,7 +53,16 @@ def running(tree: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def graph() -> dict[str, frozenset[str]]:
-    return {name: frozenset(imported(name, path)) - {name} for name, path in modules().items()}
+    return {name: frozenset(with_packages(name, imported(name, path))) - {name} for name, path in modules().items()}
+
+
+def with_packages(name: str, others: Iterator[str]) -> Iterator[str]:
+    """The modules, and the packages that they lie in, which are imported first, unless `name` lies in them too."""
+    for other in others:
+        yield other
+        parts = other.split(".")
+        packages = (".".join(parts[:end]) for end in range(2, len(parts)))
+        yield from (package for package in packages if not f"{name}.".startswith(f"{package}."))
 
 
 def layer(name: str) -> int | None:
