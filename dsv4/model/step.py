@@ -49,8 +49,8 @@ class Step:
         return max(self.starts) + self.T
 
     def on(self, device: torch.device) -> "Step":
-        """A copy of this step whose tensors are on `device`."""
-        if device == self.device:
+        """A copy of this step whose tensors are on `device`: this one where they are already."""
+        if self._is_on(device):
             return self
         return self.memo(
             ("on", device),
@@ -61,6 +61,10 @@ class Step:
                 {k: f.to(device) for k, f in self.frequencies.items()},
             ),
         )
+
+    def _is_on(self, device: torch.device) -> bool:
+        """A model may be on 'cuda', whose tensors are on 'cuda:0': the current device, as every step's."""
+        return device.type == self.device.type and device.index in (None, self.device.index)
 
     @property
     def rows(self) -> slice:
@@ -178,7 +182,7 @@ class CapturedStep(Step):
 
     def on(self, device: torch.device) -> "CapturedStep":
         """This step itself: captured layers are all on one device. Raises UnsupportedInput otherwise."""
-        if device != self.device:
+        if not self._is_on(device):
             raise UnsupportedInput(
                 f"a captured step on {self.device} met a layer on {device}; captured decoding runs on one device"
             )

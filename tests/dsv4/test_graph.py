@@ -8,6 +8,7 @@ from dsv4 import load_model
 from dsv4.engine.generate import Sampling, generate
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.model.numerics import NUMERICS
+from dsv4.model.step import CapturedStep, Step
 from dsv4.runtime.graph import DecodeGraph
 from tests import checkpoints
 
@@ -260,3 +261,15 @@ def test_refusals(checkpoint):
             NUMERICS["native"].with_caches(cache_format, index_format)
     with pytest.raises(InputError, match="fp32"):
         NUMERICS["fp32"].with_caches("fp8", "auto")
+
+
+def test_a_step_is_on_the_device_that_names_no_number():
+    """`load_model(device="cuda")` keeps 'cuda'; tensors made there are on 'cuda:0'."""
+    from dsv4.errors import UnsupportedInput
+
+    ids, start = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for step in (Step(ids, 0, [0], {}), CapturedStep(ids, start, 8, {})):
+        step.device = torch.device("cuda", 0)  # as ids on a GPU say
+        assert step.on(torch.device("cuda")) is step and step.on(torch.device("cuda", 0)) is step
+    with pytest.raises(UnsupportedInput, match="cuda:0 met a layer on cuda:1"):
+        step.on(torch.device("cuda", 1))
