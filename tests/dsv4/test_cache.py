@@ -1,14 +1,17 @@
 """Caches: sized by context and ratio, allocated once, exactly as planned."""
 
 import resource
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dsv4 import load_model
 from dsv4.cache.cache import Cache
+from dsv4.cache.layer import linked
 from dsv4.cache.layout import LatentLayout
-from dsv4.cache.streams import CHAINED, cache_streams
+from dsv4.cache.sequence import layer_of
+from dsv4.cache.streams import CHAINED, cache_streams, layer_streams
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.loaders.expected import preset
 from dsv4.model.config import ModelConfig
@@ -191,3 +194,14 @@ def test_bytes_are_printed_with_units():
         "5.00 GiB",
         "2.00 TiB",
     ]
+
+
+def test_a_layer_reads_the_entries_of_the_layer_that_its_spec_names():
+    """Ownership is by source: one layer compresses, another reads what it made, and has no stream of its own."""
+    config = ModelConfig.from_official(preset("flash"))
+    csa = next(spec for spec in config.layers if spec.kind is LayerKind.CSA)
+    reader = replace(csa, label="layer 99", selection_of=csa.label)
+    owner, other = linked([layer_of(config, csa), layer_of(config, reader)])
+    assert other.main is owner.main and other.index is None and other.window is not owner.window
+    names = [s.name for s in layer_streams(config, reader, 1, 64, 0, NUMERICS["native"]).streams]
+    assert names == ["window"]
