@@ -16,37 +16,17 @@ class CompressorCache:
     def __init__(self, raw: Tokens, entries: Entries, overlap: int):
         self.raw, self.entries, self.ratio, self.overlap = raw, entries, entries.ratio, overlap
 
-    def pool(self, step: Step, raw: torch.Tensor, ape: torch.Tensor, op) -> torch.Tensor | None:
-        """Store this step's raw rows; return fp32 [B·completed, D] of the windows it completes, or None.
-
-        raw fp32 [N, 2·c·D] (kv ‖ gate), ape [ratio, c·D]. With overlap (c = 2), entry w pools 2·ratio slots: the tokens
-        of window w − 1 by their columns [:D] and those of window w by their columns [D:]. Window −1 does not exist: its
-        slots get no part.
-        """
-        width, rows_of = raw.shape[1] // 2, self._store(step, raw, ape)
-        M = step.B * step.completed(self.ratio)
-        if M == 0:
-            return None
-        rows, absent = step.memo(
-            ("slots of windows", self.ratio, self.overlap, *self.raw.rows.key(step)), lambda: self._window_slots(step)
-        )
-        D = width // self.overlap
-        both = rows_of.view(-1, D).index_select(0, rows).view(2, M, self.overlap * self.ratio, D)
-        kv, gate = both[0], both[1]  # `unbind` would give views that autograd lets nobody fill
-        kv = kv.masked_fill_(absent, 0)  # a slot that was never written may hold anything, and 0 · NaN is NaN
-        return op.gated_pool(kv, gate.masked_fill_(absent, float("-inf")))
-
     def completed(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Store this step's raw rows; return a pool and its rows of each window that the step completes, as
-        `pool_entries` takes them, or None."""
-        pool = self._store(step, raw, ape)
-        return (pool, self._rows(step)) if step.completed(self.ratio) else None
+        """Store this step's raw rows, fp32 [N, 2·c·D] (kv ‖ gate), with the position bias ape [ratio, c·D] on their
+        gates. Returns a pool and its rows of each window that the step completes, as `pool_windows` takes them, or
+        None.
 
-    def _store(self, step: Step, raw: torch.Tensor, ape: torch.Tensor) -> torch.Tensor:
-        """The step's rows, with the position bias on their gates, into the ring: the pool that the ring's `index`
-        addresses."""
+        With overlap (c = 2), entry w pools 2·ratio tokens: those of window w − 1 by their columns [:D] and those of
+        window w by their columns [D:]. Window −1 does not exist: its tokens get no part.
+        """
         raw[:, ape.shape[1] :].add_(ape.index_select(0, self._phase(step)))
-        return self.raw.extend(step, raw)
+        pool = self.raw.extend(step, raw)
+        return (pool, self._rows(step)) if step.completed(self.ratio) else None
 
     def windows(
         self,
@@ -95,21 +75,6 @@ class CompressorCache:
         tokens = (step.new_windows(self.ratio) * self.ratio).unsqueeze(-1) + offset
         absent = (tokens < 0) | ~step.completes(self.ratio).view(*tokens.shape[:2], 1)
         return torch.where(absent, -1, self.raw.rows.index(step, tokens)).flatten(0, 1)
-
-    def _window_slots(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the slots of each new window are, and which hold no token yet.
-
-        A row of the ring is c pieces of kv, then c of gate, D wide each. Returns pieces int64 [2·M·c·ratio], all of kv
-        before all of gate, and bool [M, c·ratio, 1].
-        """
-        ratio, c = self.ratio, self.overlap
-        offset = torch.arange(-(c - 1) * ratio, ratio, device=step.device)
-        tokens = (step.new_windows(ratio) * ratio).unsqueeze(-1) + offset  # [B, windows, c·ratio]
-        end = (step.start + step.T).view(-1, 1, 1)
-        absent = (tokens < 0) | (tokens >= end)
-        half = (offset >= 0).long() if c == 2 else torch.zeros_like(offset)
-        kv = torch.where(absent, 0, self.raw.rows.index(step, tokens)) * (2 * c) + half
-        return torch.stack((kv, kv + c)).flatten(), absent.flatten(0, 1).unsqueeze(-1)
 
 
 class LayerCache:

@@ -9,8 +9,8 @@ import torch
 
 from dsv4.cache.layer import LayerCache
 from dsv4.errors import MissingSelection
-from dsv4.kernels.fusions.compositions import IndexHeads, Latents
-from dsv4.model.compressor import KV_BLOCK, MainCompressor
+from dsv4.kernels.fusions.compositions import KV_BLOCK, IndexHeads, Latents
+from dsv4.model.compressor import MainCompressor
 from dsv4.model.config import ModelConfig
 from dsv4.model.indexer import LightningIndexer
 from dsv4.model.linear import Linear, parameter

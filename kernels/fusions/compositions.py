@@ -79,13 +79,18 @@ def pool_entries(
     cis: torch.Tensor,
     simulate: str | None,
 ) -> torch.Tensor:
-    """Windows of compressor rows → entries: gated pooling, norm, RoPE, and the cache's simulation.
+    """Windows of compressor rows → entries [M, D] in `dtype`: `pool_windows`, cast, normalised by weight [D],
+    `finish_entries`."""
+    pooled = _part(op, "pool_windows")(pool, slots, overlap).to(dtype)
+    return _part(op, "finish_entries")(op.rms_norm(pooled, weight, eps), cis, simulate)
 
-    pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each); slots int64 [M, S]: rows of each window, −1 absent;
-    with c = 2 the first S/2 slots give their pieces 0, the others their pieces 1. Pooled in fp32, cast to `dtype`,
-    normalised by weight [D], rotated by cis complex64 [M, d/2]. simulate: None, "kv" (FP8 but for the rotated dims) or
-    "key" (Hadamard, then FP4). Returns [M, D] in `dtype`. A slot of −1 contributes nothing, whatever the pool holds; a
-    window without slots is 0.
+
+def pool_windows(op, pool: torch.Tensor, slots: torch.Tensor, overlap: int) -> torch.Tensor:
+    """Gated pooling of windows of compressor rows: pool fp32 [R, 2·c·D] (kv ‖ gate, c = overlap pieces of D each) →
+    fp32 [M, D].
+
+    slots int64 [M, S]: rows of each window, −1 absent; with c = 2 the first S/2 slots give their pieces 0, the others
+    their pieces 1. A slot of −1 contributes nothing, whatever the pool holds; a window without slots is 0.
     """
     M, S = slots.shape
     D = pool.shape[1] // (2 * overlap)
@@ -93,10 +98,14 @@ def pool_entries(
     piece = torch.arange(S, device=slots.device) // (S // overlap)
     rows = (slots.clamp(min=0) * (2 * overlap) + piece).flatten()
     kv, gate = pool.view(-1, D).index_select(0, torch.cat((rows, rows + overlap))).view(2, M, S, D).unbind()
-    pooled = op.gated_pool(kv.masked_fill(absent, 0), gate.masked_fill(absent, float("-inf"))).masked_fill(
-        absent.all(1), 0
-    )
-    entries = op.rotate(op.rms_norm(pooled.to(dtype), weight, eps), cis)
+    kv, gate = kv.masked_fill(absent, 0), gate.masked_fill(absent, float("-inf"))  # 0 · NaN would be NaN
+    return op.gated_pool(kv, gate).masked_fill(absent.all(1), 0)
+
+
+def finish_entries(op, entries: torch.Tensor, cis: torch.Tensor, simulate: str | None) -> torch.Tensor:
+    """Normalised entries [M, D], rotated by cis complex64 [M, d/2], and through the cache's simulation: None, "kv" (FP8
+    but for the rotated dims) or "key" (Hadamard, then FP4)."""
+    entries = op.rotate(entries, cis)
     if simulate == "kv":
         return op.simulate_fp8_blocks(entries, KV_BLOCK, 2 * cis.shape[-1])
     return op.simulate_fp4_blocks(op.hadamard(entries), INDEX_KEY_BLOCK) if simulate == "key" else entries

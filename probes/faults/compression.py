@@ -9,26 +9,34 @@ from dsv4.cache import streams as sizes
 from dsv4.cache.cache import Cache
 from dsv4.cache.layer import CompressorCache
 from dsv4.cache.rows import Entries, Linear
+from dsv4.model.compressor import Compressor
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.configuration import effective
 
 
 def pooled(site: Site, change: Callable) -> None:
-    """CompressorCache.pool is change(what it was), of both compressors."""
+    """What both compressors pool fp32 [M, D] is change(compressor, step, pooled)."""
     site.unfused("gated_pool")
-    site.patch(CompressorCache, "pool", change(CompressorCache.pool))
+    real = site.patch(
+        Compressor, "pooled", lambda self, pool, rows, step: change(self, step, real(self, pool, rows, step))
+    )
 
 
 def given(site: Site, change: Callable) -> None:
-    """The pool of both compressors is given change(cache, step, raw, ape) → (raw, ape)."""
-    pooled(site, lambda real: lambda cache, step, raw, ape, op: real(cache, step, *change(cache, step, raw, ape), op))
+    """The caches of both compressors are given change(cache, step, raw, ape) → (raw, ape)."""
+    site.unfused("gated_pool")
+    real = site.patch(
+        CompressorCache,
+        "completed",
+        lambda cache, step, raw, ape: real(cache, step, *change(cache, step, raw, ape)),
+    )
 
 
 def slots(site: Site, change: Callable) -> None:
-    """The slots that a window pools are change(cache, step, rows, absent); rows and absent as `_window_slots` says."""
+    """The rows int64 [M, S] that a window pools, −1 for none, are change(cache, step, rows)."""
     site.unfused("gated_pool")
-    real = site.patch(CompressorCache, "_window_slots", lambda cache, step: change(cache, step, *real(cache, step)))
+    real = site.patch(CompressorCache, "_window_rows", lambda cache, step: change(cache, step, real(cache, step)))
 
 
 PARTS = ("compressed entries", "compressor", "indexer keys")
@@ -38,13 +46,9 @@ PARTS = ("compressed entries", "compressor", "indexer keys")
 def rows_of_nan_in_the_pool(site: Site) -> None:
     """The path without known lengths leaves the pool's first entry NaN."""
 
-    def change(real):
-        def pool(cache, step, *rest):
-            found = real(cache, step, *rest)
-            known = found is None or min(step.starts) >= cache.ratio
-            return found if known else found.index_fill(0, torch.tensor([0], device=found.device), torch.nan)
-
-        return pool
+    def change(compressor, step, found):
+        known = min(step.starts) >= compressor.ratio
+        return found if known else found.index_fill(0, torch.tensor([0], device=found.device), torch.nan)
 
     pooled(site, change)
 
@@ -53,25 +57,17 @@ def rows_of_nan_in_the_pool(site: Site) -> None:
 def rows_of_zeros_in_the_pool(site: Site) -> None:
     """Entries of a step's first window are zeros."""
 
-    def change(real):
-        def pool(cache, step, *rest):
-            found = real(cache, step, *rest)
-            return found if found is None else found.index_fill(0, torch.tensor([0], device=found.device), 0)
-
-        return pool
-
-    pooled(site, change)
+    pooled(site, lambda compressor, step, found: found.index_fill(0, torch.tensor([0], device=found.device), 0))
 
 
 @mutation("1.4", bugs=(51,), parts=PARTS, probes=("rope",))
 def decode_pools_otherwise_than_prefill(site: Site) -> None:
     """A single token completes its window from the window's own tokens alone, without the overlap."""
 
-    def change(cache, step, rows, absent):
+    def change(cache, step, rows):
         if step.T == 1 and cache.overlap == 2:
-            absent = absent.clone()
-            absent[:, : cache.ratio] = True
-        return rows, absent
+            rows[:, : cache.ratio] = -1
+        return rows
 
     slots(site, change)
 
@@ -80,12 +76,10 @@ def decode_pools_otherwise_than_prefill(site: Site) -> None:
 def extended_cache_loses_the_window_before(site: Site) -> None:
     """When a cache is extended by several tokens, its first new window has no predecessor."""
 
-    def change(cache, step, rows, absent):
+    def change(cache, step, rows):
         if step.T > 1 and min(step.starts) > 0 and cache.overlap == 2:
-            absent = absent.view(step.B, -1, *absent.shape[1:]).clone()
-            absent[:, 0, : cache.ratio] = True
-            absent = absent.flatten(0, 1)
-        return rows, absent
+            rows.view(step.B, -1, rows.shape[1])[:, 0, : cache.ratio] = -1
+        return rows
 
     slots(site, change)
 
@@ -94,10 +88,9 @@ def extended_cache_loses_the_window_before(site: Site) -> None:
 def no_overlap(site: Site) -> None:
     """CSA entries pool the 4 tokens of their own window instead of 8."""
 
-    def change(cache, step, rows, absent):
-        absent = absent.clone()
-        absent[:, : (cache.overlap - 1) * cache.ratio] = True
-        return rows, absent
+    def change(cache, step, rows):
+        rows[:, : (cache.overlap - 1) * cache.ratio] = -1
+        return rows
 
     slots(site, change)
 
@@ -120,12 +113,12 @@ def rewinding_keeps_whole_windows_only(site: Site) -> None:
 def unfinished_window_lost_at_a_cut(site: Site) -> None:
     """A step starts with an empty compressor state: the tokens of the unfinished window before it are not pooled."""
 
-    def change(cache, step, rows, absent):
+    def change(cache, step, rows):
         cut = step.start.view(-1, 1, 1)
         offset = torch.arange(-(cache.overlap - 1) * cache.ratio, cache.ratio, device=step.device)
         tokens = (step.new_windows(cache.ratio) * cache.ratio).unsqueeze(-1) + offset
         lost = (tokens < cut) & (tokens >= cut - cut % cache.ratio)
-        return rows, absent | lost.flatten(0, 1).unsqueeze(-1)
+        return rows.masked_fill(lost.flatten(0, 1), -1)
 
     slots(site, change)
 
@@ -199,10 +192,8 @@ def mean_pool(site: Site) -> None:
 def columns_of_the_two_windows_exchanged(site: Site) -> None:
     """The previous window gives columns [D:] and the own window [:D]."""
 
-    def change(cache, step, rows, absent):
-        return (
-            torch.where(absent.flatten(0, 1).squeeze(-1).repeat(2), rows, rows ^ 1) if cache.overlap == 2 else rows
-        ), absent
+    def change(cache, step, rows):
+        return rows.roll(cache.ratio, 1) if cache.overlap == 2 else rows
 
     slots(site, change)
 
@@ -241,9 +232,8 @@ def index_keys_not_normed(site: Site) -> None:
 def windows_begin_one_token_late(site: Site) -> None:
     """Windows are cut at 1, 5, 9 …: every entry pools the tokens one later, and its last one not at all."""
 
-    def change(cache, step, rows, absent):
-        later = lambda t, dim: torch.cat((t.narrow(dim, 1, t.shape[dim] - 1), t.narrow(dim, t.shape[dim] - 1, 1)), dim)
-        return later(rows.view(2, len(absent), -1), 2).flatten(), later(absent, 1)
+    def change(cache, step, rows):
+        return torch.cat((rows[:, 1:], rows[:, -1:]), 1)
 
     slots(site, change)
 

@@ -49,16 +49,15 @@ def test_vacuous_where_nothing_can_run(probe):
 
 def test_an_overlap_row_lost_at_a_cut_is_seen(subject, monkeypatch):
     """The window before is forgotten whenever a step begins inside a window. 6 s: schedules of single tokens."""
-    real = CompressorCache._window_slots
+    real = CompressorCache._window_rows
 
     def forgetful(self, step):
-        rows, absent = real(self, step)
+        rows = real(self, step)
         if self.overlap == 2 and step.starts[0]:
-            absent = absent.clone()
-            absent[0, : self.ratio] = True
-        return rows, absent
+            rows[0, : self.ratio] = -1
+        return rows
 
-    monkeypatch.setattr(CompressorCache, "_window_slots", forgetful)
+    monkeypatch.setattr(CompressorCache, "_window_rows", forgetful)
     checks, _ = execute(Schedules(effort=0.25), subject)
     assert worst(checks) is Status.FAIL and "position" in next(c for c in checks if c.status is Status.FAIL).note
 
@@ -194,10 +193,13 @@ def _others(subject) -> dict:
 
 def test_rows_that_nobody_wrote_are_seen(subject, monkeypatch):
     """Overlap rows of the window before the first taken from the ring instead of being left out."""
-    real = CompressorCache._window_slots
-    monkeypatch.setattr(
-        CompressorCache, "_window_slots", lambda self, step: (real(self, step)[0] + 40, real(self, step)[1] & False)
-    )
+    real = CompressorCache._window_rows
+
+    def unwritten(self, step):
+        rows = real(self, step)
+        return torch.where(rows < 0, self.raw.rows.R - 1, rows)
+
+    monkeypatch.setattr(CompressorCache, "_window_rows", unwritten)
     assert worst(execute(Poison(effort=0.1), subject)[0]) in (Status.FAIL, Status.ERROR)
 
 
