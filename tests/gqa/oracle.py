@@ -1,6 +1,6 @@
-"""transformers' Qwen2, Llama and Mistral as oracles: nobody here wrote them. fp32, eager attention, every parameter
-random."""
+"""transformers' GQA models as oracles: nobody here wrote them. fp32, eager attention, every parameter random."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -74,7 +74,6 @@ CONFIGS = {
         rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=2e4),
     ),
 }
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 
 def brief(config: dict) -> dict:
@@ -85,14 +84,12 @@ def brief(config: dict) -> dict:
 
 def randomised(config: dict, seed: int = 0):
     """The transformers model of `config`, fp32, eager attention, with every parameter random."""
-    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    name = ARCHITECTURES[config["model_type"]]
     # it changes what it is given
-    raw = {k: (dict(v) if isinstance(v, dict) else v) for k, v in config.items() if k != "model_type"}
-    cfg = getattr(transformers, name.replace("ForCausalLM", "Config"))(**raw, attn_implementation="eager")
-    model = getattr(transformers, name)(cfg).eval()
+    made = AutoConfig.for_model(**copy.deepcopy(config), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(made).eval()
     with torch.no_grad():
         for key, p in model.named_parameters():
             if key.endswith("norm.weight"):
@@ -114,7 +111,7 @@ def save(model, config: dict, folder: Path, dtype: torch.dtype = torch.float32, 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {k: p.detach().to(dtype).contiguous() for k, p in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": [ARCHITECTURES[config["model_type"]]]}))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [type(model).__name__]}))
     return folder
 
 
