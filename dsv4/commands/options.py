@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dsv4.errors import InputError, brief
+from dsv4.model.gqa.geometries import GEOMETRIES
 
 NUMERICS = ("fp32", "native", "qat", "qat:fp32")
 BACKENDS = ("auto", "reference", "cpu", "triton")
@@ -15,7 +16,7 @@ DRAFTERS = ("off", "mtp", "lookup")
 POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean")
 MEMORIES = ("device", "host")
 LAYOUTS = ("official", "nvfp4", "transformers", "bf16")
-DUMMIES = ("flash", "pro", "llama-8b", "qwen2.5-7b")
+DUMMIES = ("flash", "pro", *GEOMETRIES)
 
 
 def choice(names: tuple[str, ...], about: str, **more):

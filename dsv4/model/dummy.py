@@ -15,7 +15,8 @@ from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.gqa.choice import NOT_GQA, Attention
-from dsv4.model.gqa.dummy import GEOMETRIES, load_gqa_dummy
+from dsv4.model.gqa.dummy import load_gqa_dummy
+from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
 from dsv4.model.linear import Matrix, Storage
 from dsv4.model.load import resolve_backend, resolve_device
@@ -43,9 +44,9 @@ def load_dummy(
     """A model of the published configuration 'flash' or 'pro' with its first `layers` layers and random weights; mtp:
     with its MTP block too.
 
-    Or of a GQA geometry, 'llama-8b' or 'qwen2.5-7b' (`dsv4.model.gqa.dummy`), with `attention`. Formats are the
-    official ones (FP8 matrices, MXFP4 experts); maps have gains near 1. Other arguments, kv_memory and kernels too, as
-    `load_model`. Raises InputError for a name or number of layers that does not exist.
+    Or of a GQA geometry (`dsv4.model.gqa.geometries`), with `attention`. Formats are the official ones (FP8 matrices,
+    MXFP4 experts); maps have gains near 1. Other arguments, kv_memory and kernels too, as `load_model`. Raises
+    InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:
         check_choices(numerics_named(numerics), mtp, False, cache, index_cache)

@@ -1,8 +1,8 @@
 """GQA models of well-known widths with random weights, made on the device: for kernels and timings without a
 checkpoint.
 
-Widths, heads and biases are those of the published configs of Llama 3.1 8B and Qwen2.5 7B. Contexts are extended to 1M
-tokens, so that decode at any length can be timed; the output of random weights means nothing anyway.
+Contexts are extended to 1M tokens, so that decode at any length can be timed; the output of random weights means
+nothing anyway.
 """
 
 from collections.abc import Mapping
@@ -14,37 +14,12 @@ from dsv4.kernels.quantize import WeightFormat
 from dsv4.model.gqa.cache import GroupedCache
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
 from dsv4.model.numerics import Numerics
 
 LONGEST = 1 << 20
-GEOMETRIES = {
-    "llama-8b": dict(
-        model_type="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-    ),
-    "qwen2.5-7b": dict(
-        model_type="qwen2",
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1000000.0,
-        tie_word_embeddings=False,
-    ),
-}
 
 
 def load_gqa_dummy(
