@@ -1,6 +1,6 @@
 """config.json in its published forms, to and from the official dictionary.
 
-GQA models (`DECODERS`) have one form only, that of transformers, which is taken as it is.
+GQA models (`dsv4.loaders.decoders`) have one form only, that of transformers, which is taken as it is.
 
 Official: the field names of the DeepSeek-V4 releases. Inference: `inference/config.json` of the same releases,
 which uses other names. Transformers: what `DeepseekV4Config` saves (layer_types, compress_rates, rope_parameters).
@@ -9,6 +9,7 @@ which uses other names. Transformers: what `DeepseekV4Config` saves (layer_types
 from collections.abc import Mapping
 from pathlib import Path
 
+from dsv4.loaders.decoders import DECODERS
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import read_json
 
@@ -53,10 +54,6 @@ V4_DEFAULTS = {
     "qk_rope_head_dim": 64,
 }
 V4_ROPE = {"rope_factor": 16, "beta_fast": 32, "beta_slow": 1, "original_seq_len": 65536}
-
-
-# model_type → architecture
-DECODERS = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 
 def family_of(raw: Mapping) -> str:

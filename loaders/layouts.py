@@ -89,7 +89,8 @@ def official_leaves() -> list[str]:
     return [m.replace(".", r"\.") + _SUFFIX for m in matrix] + [p.replace(".", r"\.") for p in plain]
 
 
-def _compile(rules) -> tuple:
+def compiled(rules) -> tuple[tuple[re.Pattern, str], ...]:
+    """Rules of a `Layout`."""
     return tuple((re.compile(pattern), template) for pattern, template in rules)
 
 
@@ -120,7 +121,7 @@ def _official(prefix: str) -> Layout:
     p = re.escape(prefix)
     return Layout(
         "official" if not prefix else f"official with prefix {prefix}",
-        _compile(
+        compiled(
             [
                 (rf"{p}((?:embed|head|norm)\.weight|hc_head_(?:fn|base|scale))", r"\1"),
                 (rf"{p}(layers\.\d+\.(?:{_any_of(official_leaves())}))", r"\1"),
@@ -162,7 +163,7 @@ _STACKED = (
 )
 TRANSFORMERS = Layout(
     "transformers",
-    _compile(
+    compiled(
         [
             (r"model\.embed_tokens\.weight", "embed.weight"),
             (r"lm_head\.weight", "head.weight"),
@@ -219,7 +220,7 @@ def _mixed_rules() -> list[tuple[str, str]]:
 
 HYBRID = Layout(
     "transformers save_pretrained",
-    _compile(
+    compiled(
         [
             (r"model\.embed_tokens\.weight", "embed.weight"),
             (r"(?:(?:model\.)?head|lm_head)\.weight", "head.weight"),
@@ -236,21 +237,6 @@ HYBRID = Layout(
     ),
 )
 LAYOUTS = (_OFFICIAL, _official("model."), TRANSFORMERS, HYBRID)
-
-
-_PROJECTION = r"(?:self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.(?:weight|bias)"
-DECODER = Layout(
-    "transformers",
-    _compile(
-        [  # of GQA models: the names of the file are the names of the model
-            (r"((?:model\.embed_tokens|model\.norm|lm_head)\.weight)", r"\1"),
-            (
-                rf"(model\.layers\.\d+\.(?:{_PROJECTION}|(?:input|post_attention)_layernorm\.weight|self_attn\.rotary_emb\.inv_freq))",
-                r"\1",
-            ),
-        ]
-    ),
-)
 
 
 def detect_layout(tensors: Mapping[str, FileTensor], layouts: tuple[Layout, ...] | None = None) -> Layout:

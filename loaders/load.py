@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
-from dsv4.loaders.config_files import DECODERS, family_of, read_config
+from dsv4.loaders.config_files import family_of, read_config
+from dsv4.loaders.decoders import DECODER, DECODERS
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import DTYPES, Files, Progress, open_checkpoint, read_json
-from dsv4.loaders.layouts import DECODER, Layout, Source, canonical_sources, detect_layout, matrix_formats
+from dsv4.loaders.layouts import Layout, Source, canonical_sources, detect_layout, matrix_formats
 from dsv4.loaders.ledger import SAME_BYTES, Piece, keeps_value, poisoned
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"

@@ -1,4 +1,4 @@
-"""transformers' Qwen2, Llama and Mistral models, observed by forward hooks. They share no code with this project's.
+"""transformers' GQA models, observed by forward hooks. They share no code with this project's.
 
 Within `model.model.layers[i]`: attn_in is the first argument of `input_layernorm`, q_after_rope the `query` that
 `self_attn` hands to its attention function, attn_out the first output of `self_attn`, ffn_out that of `mlp`, streams
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from dsv4.errors import InputError
-from dsv4.loaders.config_files import DECODERS
+from dsv4.loaders.decoders import DECODERS
 from dsv4.probes.subject import GQA_POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain

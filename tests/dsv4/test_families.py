@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsv4.loaders.config_files import DECODERS
+from dsv4.loaders.decoders import DECODERS
 from dsv4.model import families
 from dsv4.probes import families as probed
 from dsv4.probes.probe import available, form_for, probe_named

@@ -1,4 +1,4 @@
-"""A decoder with grouped-query attention: Qwen2, Llama, Mistral. Modules are named after the tensors of the file."""
+"""A decoder with grouped-query attention. Modules are named after the tensors of the file."""
 
 from collections.abc import Callable
 

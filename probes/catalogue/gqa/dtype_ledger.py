@@ -14,7 +14,7 @@ from dsv4.probes.result import Check, compare
 from dsv4.probes.subject import Subject
 
 FLOATS = ("BF16", "F32", "F16")
-DISK = "transformers' Qwen2, Llama and Mistral checkpoints: dense floats; this project reads no quantised ones"
+DISK = "transformers' checkpoints of GQA models: dense floats; this project reads no quantised ones"
 MEMORY = "native holds weights as stored, fp32 widens them: no bit is lost either way (dsv4.model.numerics)"
 
 
