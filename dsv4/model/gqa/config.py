@@ -1,4 +1,4 @@
-"""config.json of Qwen2, Llama and Mistral models, read strictly.
+"""config.json of GQA models, read strictly; what each model_type fixes is in `VARIANTS`.
 
 Both spellings of transformers are read: the older (`rope_theta`, `rope_scaling`) and that of transformers 5
 (`rope_parameters`). A key that would change the computation and is not understood here is refused; keys that change
@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dsv4.errors import ConfigError
-from dsv4.loaders.config_files import DECODERS
-from dsv4.model.config import Reader, mapping, number
+from dsv4.model.config import Reader, number
 from dsv4.model.config_keys import HARMLESS
-from dsv4.model.gqa.rope import VARIANTS, Rope, mscale
+from dsv4.model.gqa.rope import Rope
+from dsv4.model.gqa.rope_config import read_rope
 from dsv4.model.spec import LayerSpec
 
-DEFAULT_THETA = 10000.0  # of transformers, where a config states none
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -26,21 +25,6 @@ SIZES = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-ROPE_KEYS = {  # keys beside rope_type and rope_theta
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
-}
 # Keys of relatives of these models, or of other engines, that change the computation: only the value that changes
 # nothing is accepted.
 FIXED = {
@@ -70,6 +54,35 @@ FIXED = {
     "sliding_window_pattern": None,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+class Windows(enum.Enum):
+    """Which layers of a model have a sliding window."""
+
+    NONE = "none"
+    ALL = "all, unless sliding_window is null"
+    SOME = "by layer_types, else from max_window_layers on; only if use_sliding_window"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a model_type fixes. attention_bias, mlp_bias: the only value that config.json may state, None for either.
+    output_bias: whether attention_bias is also of the output projection. required: keys beside `SIZES` that
+    config.json must state, though other variants have a default for them."""
+
+    windows: Windows
+    attention_bias: bool | None
+    output_bias: bool
+    mlp_bias: bool | None
+    required: tuple[str, ...] = ("num_key_value_heads",)
+
+
+VARIANTS = {  # by model_type
+    "qwen2": Variant(Windows.SOME, attention_bias=True, output_bias=False, mlp_bias=False),
+    # Llama's first configs have no num_key_value_heads: every head has its own keys
+    "llama": Variant(Windows.NONE, attention_bias=None, output_bias=True, mlp_bias=None, required=()),
+    "mistral": Variant(Windows.ALL, attention_bias=False, output_bias=False, mlp_bias=False),
+}
 
 
 class AttentionKind(enum.Enum):
@@ -125,21 +138,21 @@ class GQAConfig:
         """Build from config.json. Raises ConfigError naming the key."""
         reader = Reader(raw)
         kind = reader.get("model_type")
-        if kind not in DECODERS:
-            raise ConfigError(f"config.json has model_type {kind!r:.60}; expected one of {', '.join(DECODERS)}")
+        if kind not in VARIANTS:
+            raise ConfigError(f"config.json has model_type {kind!r:.60}; expected one of {', '.join(VARIANTS)}")
         for key, wanted in FIXED.items():
             reader.expect(key, wanted)
         values = {name: reader.number(name, int) for name in SIZES}
         heads, kv = values["num_attention_heads"], reader.optional("num_key_value_heads", None)
-        if kv is None and kind != "llama":  # Llama's first configs have no such key: every head has its own keys
-            reader.get("num_key_value_heads")
         head_dim = reader.optional("head_dim", None)
+        for key in VARIANTS[kind].required:
+            reader.get(key)
         if head_dim is None and (heads < 1 or values["hidden_size"] % heads):
             raise ConfigError(
                 f"config.json has no head_dim, and hidden_size {values['hidden_size']} is not a multiple of "
                 f"num_attention_heads {heads}; state head_dim"
             )
-        rope = _rope(raw, reader, values["max_position_embeddings"])
+        rope = read_rope(raw, reader, values["max_position_embeddings"])
         if rope.kind == "yarn":
             values["max_position_embeddings"] = max(values["max_position_embeddings"], int(rope.original * rope.factor))
         eos, bos = reader.optional("eos_token_id", None), reader.optional("bos_token_id", None)
@@ -152,7 +165,7 @@ class GQAConfig:
             rms_norm_eps=reader.number("rms_norm_eps", float),
             rope=rope,
             windows=_windows(kind, reader, values["num_hidden_layers"]),
-            **_biases(kind, reader),
+            **_biases(VARIANTS[kind], reader),
             tie_word_embeddings=_flag(reader, "tie_word_embeddings", False),
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
             eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
@@ -191,39 +204,32 @@ def _flag(reader: Reader, key: str, default: bool) -> bool:
     return value
 
 
-def _biases(kind: str, reader: Reader) -> dict[str, bool]:
-    """Which maps have biases: Qwen2's queries, keys and values always, Mistral's none, Llama's as stated."""
-    if kind == "qwen2":
-        reader.expect("attention_bias", True)
-        reader.expect("mlp_bias", False)
-        return {"qkv_bias": True, "output_bias": False, "mlp_bias": False}
-    if kind == "mistral":
-        reader.expect("attention_bias", False)
-        reader.expect("mlp_bias", False)
-    attention = _flag(reader, "attention_bias", False)
-    return {"qkv_bias": attention, "output_bias": attention, "mlp_bias": _flag(reader, "mlp_bias", False)}
+def _biases(variant: Variant, reader: Reader) -> dict[str, bool]:
+    """Which maps have biases."""
+
+    def stated(key: str, only: bool | None) -> bool:
+        if only is None:
+            return _flag(reader, key, False)
+        reader.expect(key, only)
+        return only
+
+    attention, mlp = stated("attention_bias", variant.attention_bias), stated("mlp_bias", variant.mlp_bias)
+    return {"qkv_bias": attention, "output_bias": attention and variant.output_bias, "mlp_bias": mlp}
 
 
 def _windows(kind: str, reader: Reader, layers: int) -> tuple[int | None, ...]:
-    """Window of each layer. Qwen2: from layer_types, else layers from max_window_layers on, and only if
-    use_sliding_window; Mistral:
-    sliding_window of all layers; Llama: none."""
-    types = reader.optional("layer_types", None)
+    """Window of each layer, of a model_type."""
+    types, rule = reader.optional("layer_types", None), VARIANTS[kind].windows
     if types is not None and (not isinstance(types, list) or len(types) != layers or not set(types) <= {SLIDING, FULL}):
         raise ConfigError(f"config.json has layer_types = {types!r:.60}; expected {layers} of {SLIDING!r} and {FULL!r}")
-    if kind == "llama":
-        reader.expect("sliding_window", None)
-    if kind != "qwen2":
-        reader.expect("use_sliding_window", kind == "mistral")
-    window = None if kind == "llama" else reader.get("sliding_window") if kind == "mistral" else _qwen2_window(reader)
-    window = None if window is None else number("sliding_window", window, int)
-    if kind == "qwen2" and types is None and window is not None:
+    window = _window(rule, reader)
+    if rule is Windows.SOME and types is None and window is not None:
         first = reader.number("max_window_layers", int)
         types = [SLIDING if i >= first else FULL for i in range(layers)]
     reader.optional("max_window_layers", None)
     of_all = FULL if window is None else SLIDING
     types = [of_all] * layers if types is None else types
-    if window is None and SLIDING in types or kind != "qwen2" and set(types) != {of_all}:
+    if window is None and SLIDING in types or rule is not Windows.SOME and set(types) != {of_all}:
         raise ConfigError(
             f"config.json has layer_types with {SLIDING if window is None else FULL!r} layers, but a {kind} model "
             f"with sliding_window {window} has only {of_all!r}; correct one of them"
@@ -231,98 +237,14 @@ def _windows(kind: str, reader: Reader, layers: int) -> tuple[int | None, ...]:
     return tuple(window if t == SLIDING else None for t in types)
 
 
-def _qwen2_window(reader: Reader) -> int | None:
-    if _flag(reader, "use_sliding_window", False):
-        return reader.get("sliding_window")
+def _window(rule: Windows, reader: Reader) -> int | None:
+    """The window of the layers that have one; None: no layer has."""
+    if rule is Windows.NONE:
+        reader.expect("sliding_window", None)
+    if rule is not Windows.SOME:
+        reader.expect("use_sliding_window", rule is Windows.ALL)
+    if rule is Windows.ALL or rule is Windows.SOME and _flag(reader, "use_sliding_window", False):
+        window = reader.get("sliding_window")
+        return None if window is None else number("sliding_window", window, int)
     reader.optional("sliding_window", None)  # stated, and switched off
     return None
-
-
-def _rope(raw: Mapping, reader: Reader, longest: int) -> Rope:
-    """The rotary variant, from either spelling."""
-    scaling, parameters = (mapping(key, reader.optional(key, None)) for key in ("rope_scaling", "rope_parameters"))
-    if scaling and parameters and dict(scaling) != dict(parameters):
-        raise ConfigError("config.json has both rope_scaling and rope_parameters, and they differ; remove one of them")
-    found, where = (scaling, "rope_scaling") if scaling else (parameters, "rope_parameters")
-    kind = found.get("rope_type", found.get("type", "default"))
-    if found.get("type", kind) != kind:
-        raise ConfigError(f"{where} has rope_type {kind!r} and type {found['type']!r}; correct one of them")
-    if kind not in VARIANTS:
-        follows = " (it follows the length of the text, so that cached keys would have to be rotated anew)"
-        raise ConfigError(
-            f"{where} has rope_type {kind!r:.60}{follows if kind in ('dynamic', 'longrope') else ''}; expected one of "
-            f"{', '.join(VARIANTS)}"
-        )
-    strange = set(found) - ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if strange:
-        raise ConfigError(
-            f"{where} of type {kind!r} has {', '.join(sorted(map(str, strange)))}, which it does not use; expected "
-            f"only {', '.join(sorted(ROPE_KEYS[kind] | {'rope_type', 'rope_theta'}))}"
-        )
-    if found.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(
-            f"{where} has partial_rotary_factor {found['partial_rotary_factor']!r:.60}; these models rotate whole "
-            "heads (1.0)"
-        )
-    stated = [
-        number("rope_theta", t, float)
-        for t in (found.get("rope_theta"), reader.optional("rope_theta", None))
-        if t is not None
-    ]
-    if len(set(stated)) > 1:
-        raise ConfigError(f"{where} has rope_theta {stated[0]}, config.json itself {stated[1]}; remove one of them")
-    theta = stated[0] if stated else DEFAULT_THETA
-    if not theta > 1:
-        raise ConfigError(f"rope_theta is {theta}; expected a number above 1")
-    return Rope(kind, theta, **_scaled(kind, found, where, reader, longest))
-
-
-def _scaled(kind: str, found: Mapping, where: str, reader: Reader, longest: int) -> dict:
-    """Fields of the variants besides theta. `longest`: max_position_embeddings, the original context if none is
-    stated."""
-
-    def value(key: str, default: float | None = None, least: float = 0.0) -> float:
-        got = found.get(key)
-        got = default if got is None else got
-        if got is None:
-            raise ConfigError(f"{where} of type {kind!r} has no {key!r}, which it needs")
-        got = number(f"{where}.{key}", got, float)
-        if not got > least and not (key == "factor" and got == 1):
-            raise ConfigError(f"{where} has {key} = {got}; expected a number above {least:g}")
-        return got
-
-    if kind == "default":
-        return {}
-    out = {"factor": value("factor", least=1.0)}
-    if kind == "linear":
-        return out
-    own, outer = (
-        found.get("original_max_position_embeddings"),
-        reader.optional("original_max_position_embeddings", None),
-    )
-    if None not in (own, outer) and own != outer:
-        raise ConfigError(
-            f"{where} has original_max_position_embeddings {own!r:.20}, config.json itself {outer!r:.20}; "
-            "remove one of them"
-        )
-    stated = next((v for v in (own, outer) if v is not None), longest)
-    out["original"] = number("original_max_position_embeddings", stated, int)
-    if out["original"] < 1:
-        raise ConfigError(f"original_max_position_embeddings is {out['original']}; expected a positive number")
-    if kind == "llama3":
-        out |= {key: value(key) for key in ("low_freq_factor", "high_freq_factor")}
-        if not out["high_freq_factor"] > out["low_freq_factor"]:
-            raise ConfigError(
-                f"{where} has high_freq_factor {out['high_freq_factor']} and low_freq_factor "
-                f"{out['low_freq_factor']}; expected the first to be larger"
-            )
-        return out
-    out |= {"beta_fast": value("beta_fast", 32.0), "beta_slow": value("beta_slow", 1.0)}
-    truncate = found.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise ConfigError(f"{where} has truncate = {truncate!r:.60}; expected true or false")
-    weights = [found.get("mscale"), found.get("mscale_all_dim")]
-    scaled = mscale(out["factor"])
-    if all(weights):
-        scaled = mscale(out["factor"], value("mscale")) / mscale(out["factor"], value("mscale_all_dim"))
-    return out | {"truncate": truncate, "attention": value("attention_factor", scaled)}
