@@ -87,12 +87,29 @@ GQA_PROFILES = {  # name → config.json
         tie_word_embeddings=True,
         rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=1024),
     ),
+    "qwen3": TINY
+    | dict(
+        model_type="qwen3",
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=104,
+        intermediate_size=168,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_theta=1e5,
+        use_sliding_window=False,
+        tie_word_embeddings=False,
+        attention_bias=False,
+    ),
 }
 
 
 def telling(name: str, shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
-    """Norms around 1 with channels of their own, biases of the size of what they are added to, maps of gains near 1."""
+    """Norms around 1 with channels of their own, biases of the size of what they are added to, maps of gains near 1.
+    Norms of heads are around 1.5: scores then differ as without them, where gains make q and k larger than 1."""
     x = torch.randn(shape, generator=g)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 1.5 + 0.45 * x
     if name.endswith("norm.weight"):
         return 1 + 0.3 * x
     if name.endswith("bias"):

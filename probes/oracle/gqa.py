@@ -3,7 +3,7 @@ of the code that is judged.
 
 Vaswani et al. 2017 (attention), Ainslie et al. 2023 (grouped queries), Su et al. 2021 (rotation; halves of a head are
 pairs, as transformers has it), Peng et al. 2023 (YaRN), Llama 3.1's scaled frequencies, Zhang and Sennrich 2019 (RMS
-norm), Shazeer 2020 (SwiGLU).
+norm), Shazeer 2020 (SwiGLU), Yang et al. 2025 (Qwen3: RMS norms of the heads of q and k).
 """
 
 import json
@@ -63,7 +63,8 @@ def shape_of(raw: dict) -> Shape:
 
 def windows(raw: dict, layers: int) -> tuple[int | None, ...]:
     window, kind = raw.get("sliding_window"), raw["model_type"]
-    if kind == "llama" or window is None or kind == "qwen2" and not raw.get("use_sliding_window", False):
+    qwen = kind in ("qwen2", "qwen3")
+    if kind == "llama" or window is None or qwen and not raw.get("use_sliding_window", False):
         return (None,) * layers
     if kind == "mistral":
         return (window,) * layers
@@ -140,7 +141,8 @@ def tensor_shapes(raw: dict) -> dict[str, tuple[int, ...]]:
     )
     H, KV = raw["num_attention_heads"], raw.get("num_key_value_heads") or raw["num_attention_heads"]
     of_qkv = raw["model_type"] == "qwen2" or raw.get("attention_bias", False)
-    of_output, of_mlp = raw["model_type"] == "llama" and raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    of_output = raw["model_type"] in ("llama", "qwen3") and raw.get("attention_bias", False)
+    of_mlp = raw.get("mlp_bias", False)
     maps = {
         "self_attn.q_proj": (H * D, d, of_qkv),
         "self_attn.k_proj": (KV * D, d, of_qkv),
@@ -154,6 +156,8 @@ def tensor_shapes(raw: dict) -> dict[str, tuple[int, ...]]:
     for i in range(raw["num_hidden_layers"]):
         at = f"model.layers.{i}."
         found |= {f"{at}{name}.weight": (d,) for name in ("input_layernorm", "post_attention_layernorm")}
+        if raw["model_type"] == "qwen3":
+            found |= {f"{at}self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
         for name, (rows, columns, biased) in maps.items():
             found |= {f"{at}{name}.weight": (rows, columns)} | ({f"{at}{name}.bias": (rows,)} if biased else {})
     return found | ({} if raw.get("tie_word_embeddings", False) else {"lm_head.weight": (raw["vocab_size"], d)})
@@ -225,7 +229,11 @@ class GQAOracle:
 
     def heads(self, i: int, which: str, x: Tensor, bias: bool = True) -> Tensor:
         """'q', 'k' or 'v' of normalised x [B, T, d], not rotated: [B, T, heads, D]."""
-        return self.map(f"model.layers.{i}.self_attn.{which}_proj", x, bias).unflatten(-1, (-1, self.shape.head_dim))
+        at = f"model.layers.{i}.self_attn.{which}"
+        y = self.map(f"{at}_proj", x, bias).unflatten(-1, (-1, self.shape.head_dim))
+        if self.raw["model_type"] == "qwen3" and which in "qk":
+            y = rms(y, self.w(f"{at}_norm.weight"), self.shape.eps)
+        return y
 
     def normed(self, i: int, which: str, x: Tensor, weight: bool = True, eps: float | None = None) -> Tensor:
         """By 'input' or 'post_attention' norm of layer i."""

@@ -73,6 +73,28 @@ CONFIGS = {
         num_key_value_heads=6,
         rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=2e4),
     ),
+    "qwen3, tied head": dict(
+        TINY,
+        model_type="qwen3",
+        head_dim=16,
+        rope_theta=1e6,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        sliding_window=None,
+        max_window_layers=3,
+    ),
+    "qwen3, biases, yarn and some sliding layers": dict(
+        TINY,
+        model_type="qwen3",
+        head_dim=12,
+        rope_theta=100.0,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=40,
+        max_window_layers=1,
+        max_position_embeddings=64,
+        rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64),
+    ),
 }
 
 

@@ -10,9 +10,9 @@ from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.rope import frequencies
 from tests.gqa.oracle import CONFIGS, TINY, randomised
 
-QWEN, LLAMA, MISTRAL = (
+QWEN, QWEN3, LLAMA, MISTRAL = (
     dict(TINY, model_type=kind, **more)
-    for kind, more in (("qwen2", {}), ("llama", {}), ("mistral", {"sliding_window": 8}))
+    for kind, more in (("qwen2", {}), ("qwen3", {"head_dim": 16}), ("llama", {}), ("mistral", {"sliding_window": 8}))
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
 LLAMA3 = dict(
@@ -31,7 +31,7 @@ def test_frequencies_and_windows_are_those_of_transformers(name):
     for window, layer in zip(ours.windows, theirs.model.layers, strict=True):
         held = layer.self_attn
         wanted = theirs.config.sliding_window if ours.model_type == "mistral" else getattr(held, "sliding_window", None)
-        assert window == wanted
+        assert window == wanted and hasattr(held, "q_norm") == hasattr(held, "k_norm") == ours.head_norms
         assert (held.q_proj.bias is not None, held.o_proj.bias is not None, layer.mlp.up_proj.bias is not None) == (
             ours.qkv_bias,
             ours.output_bias,
@@ -94,9 +94,10 @@ def test_yarn_stretches_the_context():
     )
 
 
-def test_windows_of_qwen2():
+@pytest.mark.parametrize("base", [QWEN, QWEN3], ids=["qwen2", "qwen3"])
+def test_windows_of_qwen(base):
     window = dict(use_sliding_window=True, sliding_window=16)
-    of = lambda **raw: GQAConfig.from_dict(QWEN | raw).windows
+    of = lambda **raw: GQAConfig.from_dict(base | raw).windows
     assert of(sliding_window=16, max_window_layers=0) == (None,) * 3
     assert of(**window, max_window_layers=1) == (None, 16, 16)
     assert of(**window, max_window_layers=9) == (None,) * 3
@@ -139,6 +140,10 @@ def test_windows_of_qwen2():
         (QWEN | dict(vocab_size="x"), "vocab_size"),
         (QWEN | dict(tie_word_embeddings=1), "true or false"),
         (QWEN | dict(dual_chunk_attention_config={}), "dual_chunk"),
+        (QWEN3 | dict(mlp_bias=True), "mlp_bias"),
+        (QWEN3 | dict(qk_norm=True), "qk_norm"),
+        (QWEN3 | dict(layer_types=["sliding_attention"] * 3), "layer_types"),
+        ({k: v for k, v in QWEN3.items() if k != "head_dim"}, "head_dim"),
         (MISTRAL | dict(attention_bias=True), "attention_bias"),
         (MISTRAL | dict(sliding_window=0), "sliding_window is 0"),
         (MISTRAL | dict(layer_types=["full_attention"] * 3), "layer_types"),
@@ -165,6 +170,7 @@ def test_keys_that_change_nothing_are_listed():
     "raw, family",
     [
         (dict(model_type="qwen2"), "gqa"),
+        (dict(architectures=["Qwen3ForCausalLM"]), "gqa"),
         (dict(architectures=["LlamaForCausalLM"]), "gqa"),
         (dict(model_type="deepseek_v4"), "deepseek_v4"),
         (dict(model_type="mistral", architectures=["MistralForCausalLM"]), "gqa"),
@@ -178,7 +184,8 @@ def test_family(raw, family):
 @pytest.mark.parametrize(
     "raw",
     [
-        dict(model_type="qwen3"),
+        dict(model_type="qwen3_moe"),
+        dict(model_type="qwen3", architectures=["Qwen3MoeForCausalLM"]),
         dict(model_type="llama", architectures=["Qwen2ForCausalLM"]),
         dict(architectures=["GemmaForCausalLM"]),
         dict(model_type="llama", architectures=["LlamaForSequenceClassification"]),

@@ -63,7 +63,8 @@ def test_native_holds_weights_as_stored_and_is_near(tmp_path):
     [
         (lambda w: w.pop("model.layers.1.self_attn.k_proj.bias"), "k_proj.bias is not in the file"),
         (lambda w: w.update({"model.layers.9.mlp.up_proj.weight": torch.zeros(2, 2)}), "nothing takes it"),
-        (lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)}), "names that no layout knows"),
+        (lambda w: w.update({"model.layers.0.self_attn.q_norm.weight": torch.zeros(16)}), "nothing takes it"),
+        (lambda w: w.update({"model.layers.0.self_attn.sinks": torch.zeros(6)}), "names that no layout knows"),
         (lambda w: w.update({"lm_head.weight": torch.zeros(3, 48)}), "has shape [3, 48]"),
         (lambda w: w["model.norm.weight"].fill_(float("nan")), "holds 48 NaN"),
         (lambda w: w.update({"model.norm.weight": torch.ones(48, dtype=torch.float64)}), "expected"),

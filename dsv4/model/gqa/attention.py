@@ -15,7 +15,7 @@ from dsv4.model.step import Step
 
 class SelfAttention(Module):
     """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a
-    window.
+    window. With `head_norms` each head of q and of k is normalised before it is rotated.
 
     reading: what decoding tokens and prompts read of the cache. A layer with a window reads only that window, whatever
     `reading` says.
@@ -47,6 +47,10 @@ class SelfAttention(Module):
         self.k_proj = projection("k_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
         self.v_proj = projection("v_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
         self.o_proj = projection("o_proj", c.hidden_size, self.H * self.D, c.output_bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.D, c.rms_norm_eps, store(f"{name}.weight").dtype, op) if c.head_norms else None
+            for name in ("q_norm", "k_norm")
+        )
         self.reading = Attention()
         self.path: dict = {}
         self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] tiles that the last step read before it terminated
@@ -56,7 +60,7 @@ class SelfAttention(Module):
     def forward(self, x: torch.Tensor, norm: RMSNorm, step: Step, cache: LayerRows) -> torch.Tensor:
         """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to
         the cache."""
-        (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
+        (q, k, v), biases = self._qkv(x, norm)
         self.path, self.tiles = self.path_at(step.end, step.prompt), None
         rows = cache.staged(step, self.reading.policy)
         if rows is not None:
@@ -76,6 +80,17 @@ class SelfAttention(Module):
         else:
             o = self._whole((q, k, v), biases, step, cache)
         return self.o_proj(o.view(step.N, -1))
+
+    def _qkv(self, x: torch.Tensor, norm: RMSNorm) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...] | None]:
+        """Queries, keys and values [N, heads · D] of norm(x), x [N, d], as `rotary_rows` takes them, and the biases
+        that it must still add (None: none). Norms of heads come after the biases, so they leave none to add."""
+        (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
+        if self.q_norm is None:
+            return (q, k, v), biases
+        if biases is not None:
+            q, k, v = ((y + bias).to(y.dtype) for y, bias in zip((q, k, v), biases))
+        q, k = (n(y.unflatten(1, (-1, self.D))).flatten(1) for n, y in ((self.q_norm, q), (self.k_norm, k)))
+        return (q, k, v), None
 
     def _whole(self, qkv: tuple[torch.Tensor, ...], biases, step: Step, cache: LayerRows) -> torch.Tensor:
         """Write the step, where keys and values of every token are available: [B, T, H, D]."""
@@ -105,7 +120,7 @@ class SelfAttention(Module):
         """Fetch the blocks that x [N, d] chooses here. x is the stream before the MLP of the layer before; it chooses
         mostly the blocks that the right stream will choose. rows: of `LayerRows.staged`. The key and value that come
         with the query go to the place of the token's own."""
-        (q, k, v), biases = maps(self.op, x, norm, self.q_proj, self.k_proj, self.v_proj)
+        (q, k, v), biases = self._qkv(x, norm)
         ((start, here),) = self._places(rows, step)
         q = self.op.rotary_rows(q, k, v, biases, step.cis("main"), rows.keys, rows.values, here)
         rows.prefetch(self.op, q, start, policy=self.reading.policy)

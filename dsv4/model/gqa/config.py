@@ -68,13 +68,15 @@ class Windows(enum.Enum):
 class Variant:
     """What a model_type fixes. attention_bias, mlp_bias: the only value that config.json may state, None for either.
     output_bias: whether attention_bias is also of the output projection. required: keys beside `SIZES` that
-    config.json must state, though other variants have a default for them."""
+    config.json must state, though other variants have a default for them. head_norms: whether each head of q and of k
+    has an RMS norm."""
 
     windows: Windows
     attention_bias: bool | None
     output_bias: bool
     mlp_bias: bool | None
     required: tuple[str, ...] = ("num_key_value_heads",)
+    head_norms: bool = False
 
 
 VARIANTS = {  # by model_type
@@ -82,6 +84,14 @@ VARIANTS = {  # by model_type
     # Llama's first configs have no num_key_value_heads: every head has its own keys
     "llama": Variant(Windows.NONE, attention_bias=None, output_bias=True, mlp_bias=None, required=()),
     "mistral": Variant(Windows.ALL, attention_bias=False, output_bias=False, mlp_bias=False),
+    "qwen3": Variant(  # whose heads are no part of hidden_size
+        Windows.SOME,
+        attention_bias=None,
+        output_bias=True,
+        mlp_bias=False,
+        required=("num_key_value_heads", "head_dim"),
+        head_norms=True,
+    ),
 }
 
 
@@ -98,7 +108,7 @@ class GQAConfig:
 
     windows: for each layer, how many last tokens a query sees (itself included), or None for all.
     max_position_embeddings: with YaRN at least its original context × factor. qkv_bias, output_bias, mlp_bias: which
-    maps have one.
+    maps have one. head_norms: whether q and k of each head are normalised, before they are rotated.
     """
 
     model_type: str
@@ -116,6 +126,7 @@ class GQAConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    head_norms: bool
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_id: tuple[int, ...]
@@ -166,6 +177,7 @@ class GQAConfig:
             rope=rope,
             windows=_windows(kind, reader, values["num_hidden_layers"]),
             **_biases(VARIANTS[kind], reader),
+            head_norms=VARIANTS[kind].head_norms,
             tie_word_embeddings=_flag(reader, "tie_word_embeddings", False),
             bos_token_id=None if bos is None else number("bos_token_id", bos, int),
             eos_token_id=tuple(number("eos_token_id", e, int) for e in eos),
