@@ -2,6 +2,7 @@
 checkpoint."""
 
 import json
+from math import prod
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dsv4.model.dummy import fill_cache, load_dummy
 from dsv4.model.gqa import dummy as geometries
 from dsv4.model.gqa.choice import NAMES, attention_named
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.probes.oracle.gqa import tensor_shapes
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.runtime.planning import plan
 from tests.checkpoints import SMALL
@@ -170,7 +172,7 @@ def narrow(monkeypatch):
 
 
 def test_dummy_geometries(narrow, command_line):
-    for name, layers in (("llama-8b", 32), ("qwen2.5-7b", 28)):
+    for name, layers in (("llama-8b", 32), ("qwen2.5-7b", 28), ("qwen3-8b", 36)):
         model = load_dummy(name, backend="reference")
         assert (
             len(model.layers) == layers
@@ -206,19 +208,9 @@ def test_dummy_geometries(narrow, command_line):
 
 
 def test_geometries_are_the_published_ones():
-    sizes = {}
-    for name, raw in geometries.GEOMETRIES.items():
-        c, layer = raw, 0
-        D, H, KV, d, f = (
-            c["hidden_size"] // c["num_attention_heads"],
-            c["num_attention_heads"],
-            c["num_key_value_heads"],
-            c["hidden_size"],
-            c["intermediate_size"],
-        )
-        layer = d * D * (2 * H + 2 * KV) + 3 * d * f + 2 * d + (D * (H + 2 * KV) if c["model_type"] == "qwen2" else 0)
-        sizes[name] = layer * c["num_hidden_layers"] + 2 * c["vocab_size"] * d + d
-    assert sizes == {"llama-8b": 8_030_261_248, "qwen2.5-7b": 7_615_616_512}  # as their model cards count them
+    sizes = {name: sum(map(prod, tensor_shapes(raw).values())) for name, raw in geometries.GEOMETRIES.items()}
+    # as their model cards count them
+    assert sizes == {"llama-8b": 8_030_261_248, "qwen2.5-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360}
 
 
 def test_a_filled_cache_has_the_summaries_of_its_keys(narrow):
