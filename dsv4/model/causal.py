@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dsv4.cache.cache import Cache, Form, form
+from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache, Form, form
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
@@ -45,11 +45,14 @@ class CausalLM(Module):
     """A model that continues token ids. Subclasses define the layers; this class runs them over ragged batches, in
     uniform pieces.
 
-    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `new_cache`,
+    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define
     `cache_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
     """
 
     frequencies: dict[str, torch.Tensor]
+    layers: Any
+    mtp: Any
+    cache_class: type[Cache] = Cache
 
     def __init__(self, config, numerics: Numerics, backend: str, replacements: Mapping[str, Any] | None = None):
         super().__init__()
@@ -77,12 +80,6 @@ class CausalLM(Module):
         """Shape of one token's residual stream(s) before the head."""
         raise NotImplementedError
 
-    def new_cache(
-        self, batch: int = 1, max_context: int | None = None, max_rewind: int = 0, memory: Any = None
-    ) -> Cache:
-        """A preallocated cache for `batch` rows of up to `max_context` tokens, rewound by up to `max_rewind`."""
-        raise NotImplementedError
-
     def cache_layout(self, memory: Any = None):
         """How its caches lie: a `dsv4.cache.layout.Layout`."""
         raise NotImplementedError
@@ -108,6 +105,27 @@ class CausalLM(Module):
         raise NotImplementedError
 
     # ---- running -------------------------------------------------------------------------
+
+    def new_cache(
+        self,
+        batch: int = 1,
+        max_context: int | None = None,
+        max_rewind: int = DEFAULT_MAX_REWIND,
+        memory: Any = None,
+    ) -> Cache:
+        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound by `max_rewind` at
+        least.
+
+        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. memory: the
+        `dsv4.cache.host_tier.choice.HostMemory` that keeps the growing part; None: what the model was loaded with.
+        Raises InputError beyond the checkpoint's context, CapacityError with the bytes when it does not fit; for a
+        cache in host memory also InputError if it would keep nothing there, PinnedMemoryError if pinned memory is
+        short.
+        """
+        if max_context is None:
+            max_context = self.max_context or self.config.max_position_embeddings
+        devices = self.layer_devices or [self.device] * (len(self.layers) + len(self.mtp))
+        return self.cache_class(self.cache_layout(memory), batch, max_context, max_rewind, devices)
 
     @torch.inference_mode()
     def append(

@@ -6,7 +6,7 @@ from itertools import repeat
 import torch
 from torch import nn
 
-from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache
+from dsv4.cache.cache import Cache
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.host_tier.entries import StagedLayout
 from dsv4.cache.layout import LatentLayout
@@ -69,24 +69,6 @@ class Model(CausalLM):
         return self.config.hc_mult, self.config.hidden_size
 
     # ---- running -------------------------------------------------------------------------
-
-    def new_cache(
-        self,
-        batch: int = 1,
-        max_context: int | None = None,
-        max_rewind: int = DEFAULT_MAX_REWIND,
-        memory: HostMemory | None = None,
-    ) -> Cache:
-        """A preallocated cache for `batch` rows of up to `max_context` tokens.
-
-        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. memory:
-        what is in host memory; None: what the model was loaded with.
-        Raises InputError beyond the latter, CapacityError with the bytes when it does not fit.
-        """
-        n = self.config.num_hidden_layers + len(self.mtp)
-        if max_context is None:
-            max_context = self.max_context or self.config.max_position_embeddings
-        return Cache(self.cache_layout(memory), batch, max_context, max_rewind, self.layer_devices or [self.device] * n)
 
     def cache_layout(self, memory: HostMemory | None = None) -> LatentLayout:
         """Raises InputError for entries in host memory with layers spread over devices."""

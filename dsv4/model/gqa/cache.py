@@ -15,7 +15,7 @@ from dsv4.cache.cache import Cache
 from dsv4.cache.streams import LayerStreams, Stream, zeros
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking, Memory
-from dsv4.model.arguments import rewind_counts
+from dsv4.model.arguments import check_sizes, rewind_counts
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
@@ -165,13 +165,12 @@ class LayerRows:
 class GroupedCache(Cache):
     """`Cache` of a GQA model: there are as many slots as tokens, so rows may be rewound to any length.
 
-    layout: a `dsv4.model.gqa.layout.GroupedLayout`; its policy's summaries are kept beside the keys, written by the
-    operation `summarise`.
+    layout: a `dsv4.model.gqa.layout.GroupedLayout`; its policy's summaries are kept beside the keys.
     """
 
-    def __init__(self, layout, batch: int, max_context: int, devices: Sequence[torch.device], summarise: Callable):
+    def __init__(self, layout, batch: int, max_context: int, max_rewind: int, devices: Sequence[torch.device]):
+        check_sizes(max_rewind=max_rewind)
         super().__init__(layout, batch, max_context, max_context, devices)
-        self.summarise = summarise
         # the position of a row's memory of chunked prefill, and its chunking
         self.remembered: list[tuple[int, Chunking] | None] = [None] * self.batch
 
@@ -203,7 +202,7 @@ class GroupedCache(Cache):
     def summarise_again(self) -> None:
         """Compute all summaries from the keys, after something other than steps wrote keys."""
         for layer in self.layers:
-            layer.summarise(max(self.lengths), self.summarise)
+            layer.summarise(max(self.lengths), self.layout.summarise)
 
     def rewind(self, n: int | list[int]) -> None:
         """Forget the last n tokens of every row (or n[b] of row b). Copies nothing. Raises RewindError, and then

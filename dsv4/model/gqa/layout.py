@@ -1,6 +1,6 @@
 """How the caches of a GQA model lie: at once, in pages, or with keys and values in host memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ from dsv4.model.numerics import Numerics
 
 
 class GroupedLayout(Layout):
-    """policy: its summaries are kept beside the keys, if it searches.
+    """policy: its summaries are kept beside the keys, if it searches; summarise: the operation that writes them.
 
     Layers that attend to everything share one group of pages. Those with a window share another, which frees the pages
     before the window.
@@ -31,8 +31,8 @@ class GroupedLayout(Layout):
 
     mtp = False
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None):
-        self.config, self.numerics, self.policy = config, numerics, policy
+    def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None, summarise: Callable):
+        self.config, self.numerics, self.policy, self.summarise = config, numerics, policy, summarise
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
         self.searched = None if policy is None or policy.selector is None else policy
         windows = set(config.windows) - {None}
@@ -47,7 +47,7 @@ class GroupedLayout(Layout):
 
     def of_policy(self, policy: Policy) -> "GroupedLayout":
         """This layout for another policy."""
-        return GroupedLayout(self.config, self.numerics, policy)
+        return GroupedLayout(self.config, self.numerics, policy, self.summarise)
 
     def plan(self, batch: int, max_context: int, max_rewind: int) -> list[LayerStreams]:
         return cache_streams(self.config, batch, max_context, self.numerics, self.searched)
@@ -79,13 +79,21 @@ class StagedGroupedLayout(GroupedLayout):
     blocks are to be staged than a step chooses, `allocate` PinnedMemoryError if host memory is short.
     """
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None, choice: HostMemory, several: bool):
+    def __init__(
+        self,
+        config: GQAConfig,
+        numerics: Numerics,
+        policy: Policy | None,
+        summarise: Callable,
+        choice: HostMemory,
+        several: bool,
+    ):
         check_grouped(config, policy, choice)
-        super().__init__(config, numerics, policy)
+        super().__init__(config, numerics, policy, summarise)
         self.choice, self.several = choice, several
 
     def of_policy(self, policy: Policy) -> "StagedGroupedLayout":
-        return StagedGroupedLayout(self.config, self.numerics, policy, self.choice, self.several)
+        return StagedGroupedLayout(self.config, self.numerics, policy, self.summarise, self.choice, self.several)
 
     def plan(self, batch: int, max_context: int, max_rewind: int) -> list[LayerStreams]:
         return grouped_plan(self.config, batch, max_context, self.numerics, self.policy, self.choice.staged)

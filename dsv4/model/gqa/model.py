@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dsv4.cache.cache import DEFAULT_MAX_REWIND
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import bind
@@ -13,7 +12,6 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.grouped_attention import traversals
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
-from dsv4.model.arguments import check_sizes
 from dsv4.model.causal import CausalLM, Embedding, Head
 from dsv4.model.gqa.attention import SelfAttention
 from dsv4.model.gqa.cache import GroupedCache, LayerRows
@@ -116,6 +114,7 @@ class GQAModel(CausalLM):
         self.frequencies = {"main": frequencies(config.rope, config.head_dim)}
         self.attention = Attention()
 
+    cache_class = GroupedCache
     embed = property(lambda self: self.model.embed_tokens)
     layers = property(lambda self: self.model.layers)
     head = property(lambda self: self.lm_head)
@@ -152,32 +151,12 @@ class GQAModel(CausalLM):
         """(d,): one residual stream."""
         return (self.config.hidden_size,)
 
-    def new_cache(
-        self,
-        batch: int = 1,
-        max_context: int | None = None,
-        max_rewind: int = DEFAULT_MAX_REWIND,
-        memory: HostMemory | None = None,
-    ) -> GroupedCache:
-        """A preallocated cache for `batch` rows of up to `max_context` tokens, which may be rewound to any length;
-        max_rewind is the least that the caller needs. memory: what is in host memory; None: what the model was loaded
-        with.
-
-        Default max_context: what the model was loaded with, else the checkpoint's max_position_embeddings. Raises
-        InputError beyond the latter, CapacityError with the bytes when it does not fit; for a cache in host memory
-        (`kv_memory`) also InputError if it would keep nothing there, PinnedMemoryError if pinned memory is short.
-        """
-        if max_context is None:
-            max_context = self.max_context or self.config.max_position_embeddings
-        check_sizes(max_rewind=max_rewind)
-        devices = [self.device] * len(self.layers)
-        return GroupedCache(self.cache_layout(memory), batch, max_context, devices, self.op.summarise_blocks)
-
     def cache_layout(self, memory: HostMemory | None = None) -> GroupedLayout:
         policy, memory = self.attention.policy, memory or self.kv_memory
+        given = self.config, self.numerics, policy, self.op.summarise_blocks
         if memory is None:
-            return GroupedLayout(self.config, self.numerics, policy)
-        return StagedGroupedLayout(self.config, self.numerics, policy, memory, self.backend == "triton")
+            return GroupedLayout(*given)
+        return StagedGroupedLayout(*given, memory, self.backend == "triton")
 
     def page_layout(self) -> GroupedLayout:
         """Raises InputError if prompts are read in chunks: their memory is not a function of the tokens before a

@@ -2,15 +2,13 @@
 order in which they run over pages, and bits can be compared."""
 
 from dsv4.model.gqa.cache import GroupedCache, LayerRows, slots
-from dsv4.model.gqa.layout import GroupedLayout
 
 
 class FittedCache(GroupedCache):
     """One row. Its buffers are made anew before a step whose end needs more tiles, or fewer."""
 
     def __init__(self, model, max_context: int):
-        layout = GroupedLayout(model.config, model.numerics, model.attention.policy)
-        super().__init__(layout, 1, max_context, [model.device] * len(model.layers), model.op.summarise_blocks)
+        super().__init__(model.cache_layout(), 1, max_context, 0, [model.device] * len(model.layers))
 
     def make_room(self, rows: slice, tokens: int, mtp: bool = False) -> None:
         """Called before `tokens` tokens are written: the layers have slots for these and no more tiles."""
