@@ -10,7 +10,7 @@ the indexer scores.
 import torch
 
 from dsv4.cache.layer import CompressorCache
-from dsv4.kernels.fusions.compositions import Windows
+from dsv4.kernels.fusions.compositions import Windows, finish_entries, pool_windows
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, parameter
 from dsv4.model.module import Module, fuses
@@ -25,7 +25,7 @@ class Compressor(Module):
 
     wkv_gate [2·c·D, d] (wkv over wgate), ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's
     columns [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
-    simulate: of the composition `finish_entries`.
+    simulate: of `finish_entries`.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Compressor(Module):
             entries = self.op.pool_entries(*found, *given)
         else:
             pooled = self.pooled(*found, step).to(dtype)
-            entries = self.op.finish_entries(norm(pooled), cis, self.simulate)
+            entries = finish_entries(self.op, norm(pooled), cis, self.simulate)
         cache.entries.write(step, entries)
 
     def pooled(self, pool: torch.Tensor, rows: torch.Tensor, step: Step) -> torch.Tensor:
         """fp32 [M, D] of the windows that the step completes; pool, rows: of `CompressorCache.completed`."""
-        return self.op.pool_windows(pool, rows, self.overlap)
+        return pool_windows(self.op, pool, rows, self.overlap)
 
     def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
         """Store rows and pool entries of a captured step, from the projected rows fp32 [N, 2·c·D]: a part of

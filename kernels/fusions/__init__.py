@@ -24,10 +24,6 @@ COMPOSITIONS = {
             {"triton": triton_heads.index_queries},
         ),
         Composition("store_rows", (), c.store_rows),
-        Composition("pool_windows", ("gated_pool",), c.pool_windows),
-        Composition(
-            "finish_entries", ("rotate", "simulate_fp8_blocks", "hadamard", "simulate_fp4_blocks"), c.finish_entries
-        ),
         Composition(
             "pool_entries",
             ("gated_pool", "rms_norm", "rotate", "simulate_fp8_blocks", "hadamard", "simulate_fp4_blocks"),

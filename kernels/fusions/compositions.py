@@ -81,8 +81,8 @@ def pool_entries(
 ) -> torch.Tensor:
     """Windows of compressor rows → entries [M, D] in `dtype`: `pool_windows`, cast, normalised by weight [D],
     `finish_entries`."""
-    pooled = _part(op, "pool_windows")(pool, slots, overlap).to(dtype)
-    return _part(op, "finish_entries")(op.rms_norm(pooled, weight, eps), cis, simulate)
+    pooled = pool_windows(op, pool, slots, overlap).to(dtype)
+    return finish_entries(op, op.rms_norm(pooled, weight, eps), cis, simulate)
 
 
 def pool_windows(op, pool: torch.Tensor, slots: torch.Tensor, overlap: int) -> torch.Tensor:

@@ -2,10 +2,10 @@
 
 import torch
 
+from dsv4.kernels.fusions.compositions import INDEX_KEY_BLOCK
 from dsv4.kernels.quantize import WeightFormat, formats, quantize_mxfp4, to_float, weights
 from dsv4.loaders.load import Inventory
 from dsv4.model.attention import GroupedLinear
-from dsv4.model.compressor import INDEX_KEY_BLOCK
 from dsv4.model.linear import Linear
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.configuration import stated
