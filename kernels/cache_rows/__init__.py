@@ -9,7 +9,8 @@ from dsv4.kernels.cache_rows.formats import PAGE, PackedRows, RowFormat, pack_la
 from dsv4.kernels.cache_rows.reference import decode_rows, encode_rows, read_rows
 from dsv4.kernels.dispatch import Operation
 
-RowFormat.KV_FP8, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4 = kv_fp8.FORMAT, index_fp8.FORMAT, index_fp4.FORMAT
+RowFormat.KV_FP8, RowFormat.INDEX_FP8 = kv_fp8.KV_FP8, index_fp8.INDEX_FP8
+RowFormat.INDEX_FP4 = index_fp4.INDEX_FP4
 
 
 def _options(*formats: RowFormat) -> Mapping[str, RowFormat | None]:

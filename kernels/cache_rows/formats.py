@@ -4,7 +4,6 @@ Rows come in pages of 64. A page holds the payload of all its rows first, then t
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ class Layout(NamedTuple):
         return self.payload + self.scales
 
 
-@dataclass(frozen=True)
 class RowFormat(ABC):
     """name: its name as an attribute of this class; value: for people; option: on the command line. simulated: whether
     rows pass through the official simulation before they are used, so that packing loses nothing."""
@@ -42,6 +40,10 @@ class RowFormat(ABC):
     value: str
     option: str
     simulated: bool
+
+    def __reduce__(self):
+        """There is one object of each format, in copies and in other processes too."""
+        return getattr, (RowFormat, self.name)
 
     @abstractmethod
     def layout(self, width: int, rope: int = 0) -> Layout:

@@ -12,6 +12,8 @@ class IndexFP4(RowFormat):
     """68 B a key at 128 dims: 64 B of E2M1 pairs (low nibble even), then 4 E8M0 scales (one for 32 dims). Keeps what
     went through `simulate_fp4_blocks(x, 32)`."""
 
+    name, value, option, simulated = "INDEX_FP4", "fp4 index keys", "fp4", True
+
     def layout(self, width: int, rope: int = 0) -> Layout:
         if width % KEY_BLOCK:
             raise UnsupportedInput(
@@ -27,4 +29,4 @@ class IndexFP4(RowFormat):
         return unpack_e2m1(payload) * decode_e8m0(scales.contiguous()).repeat_interleave(KEY_BLOCK, 1)
 
 
-FORMAT = IndexFP4("INDEX_FP4", "fp4 index keys", "fp4", True)
+INDEX_FP4 = IndexFP4()

@@ -10,6 +10,8 @@ from dsv4.kernels.quantize.weights import FP8_AMAX_FLOOR
 class IndexFP8(RowFormat):
     """132 B a key at 128 dims: 128 E4M3, then one fp32 scale, a power of two."""
 
+    name, value, option, simulated = "INDEX_FP8", "fp8 index keys", "fp8", False
+
     def layout(self, width: int, rope: int = 0) -> Layout:
         return Layout(width, 4, PAGE * (width + 4))
 
@@ -21,4 +23,4 @@ class IndexFP8(RowFormat):
         return payload.contiguous().view(torch.float8_e4m3fn).float() * scales.contiguous().view(torch.float32)
 
 
-FORMAT = IndexFP8("INDEX_FP8", "fp8 index keys", "fp8", False)
+INDEX_FP8 = IndexFP8()

@@ -16,6 +16,8 @@ class KVFP8(RowFormat):
     padded to a multiple of one row's payload (576 B). Keeps what went through `simulate_fp8_blocks(x, 64, rope)`.
     """
 
+    name, value, option, simulated = "KV_FP8", "fp8 kv", "fp8", True
+
     def layout(self, width: int, rope: int = 0) -> Layout:
         if rope % 2 or not 0 <= rope < width:
             raise UnsupportedInput(
@@ -40,4 +42,4 @@ class KVFP8(RowFormat):
         return torch.cat((codes * scale, payload[:, D:].contiguous().view(torch.bfloat16).float()), 1)
 
 
-FORMAT = KVFP8("KV_FP8", "fp8 kv", "fp8", True)
+KV_FP8 = KVFP8()

@@ -84,7 +84,7 @@ def test_with_an_unquantised_checkpoint_only_kv_and_indexer_are_simulated(dense,
 def test_only_linears_with_fp8_or_fp4_weights_quantise_their_input(official):
     model = load_model(official, numerics="qat")
     attn = model.layers[1].attn
-    simulated = {n for n, m in attn.named_modules() if getattr(m, "simulate", False)}
+    simulated = {n for n, m in attn.named_modules() if getattr(m, "simulate", False) is True}
     assert simulated == {"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"}
     calls = {}
     op, real = attn.wo_a.op, attn.wo_a.op.linear
@@ -128,3 +128,13 @@ def test_the_command_line_offers_every_format_of_a_stream():
     from dsv4.kernels.cache_rows import STREAM_FORMATS
 
     assert CACHES == ("auto", *STREAM_FORMATS["kv"]) and INDEX_CACHES == ("auto", *STREAM_FORMATS["index"])
+
+
+def test_a_format_is_one_object_in_copies_and_in_other_processes():
+    import copy
+    import pickle
+
+    from dsv4.kernels.cache_rows import RowFormat
+
+    for form in (RowFormat.KV_FP8, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4):
+        assert pickle.loads(pickle.dumps(form)) is form and copy.deepcopy(form) is form and copy.copy(form) is form

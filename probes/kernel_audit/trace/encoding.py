@@ -155,7 +155,7 @@ def _rows(spec: Argument, rows: PackedRows) -> Slot:
     if rows.data.ndim != len(axes):
         raise NotExpressible(f"argument {spec.name} is a pool of {rows.data.ndim} axes, expected {len(axes)}")
     found, code = part(spec.name, axes, rows.data, about, spec.optional)
-    code = f"PackedRows(RowFormat.{rows.format.name}, {code}, {rows.width}, {rows.rope}, 64 * {spec.name}.shape[-2])"
+    code = f"PackedRows({rows.format.name}, {code}, {rows.width}, {rows.rope}, 64 * {spec.name}.shape[-2])"
     return Slot(spec, (found,), code, label, (axis, axes[-2], rows.count))
 
 

@@ -6,7 +6,7 @@ from dsv4.kernels import cache_rows, quantize
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.probes.kernel_audit.trace.call import Call
-from dsv4.probes.kernel_audit.trace.encoding import NotExpressible
+from dsv4.probes.kernel_audit.trace.encoding import ROWS, NotExpressible
 from dsv4.probes.kernel_audit.trace.source import Bundle, NotSelfContained
 
 
@@ -49,9 +49,11 @@ def _wire(result) -> str:
 def _types(bundle: Bundle, call: Call) -> None:
     """Classes that `run` names, first, so that they keep their names."""
     codes = " ".join(slot.code or "" for slot in call.slots)
-    for word, owner in (("RowFormat", cache_rows), ("PackedRows", cache_rows)):
-        if f"{word}(" in codes or f"{word}." in codes:
-            bundle.add(getattr(owner, word))
+    for form in ROWS:
+        if f"PackedRows({form.name}," in codes:
+            bundle.constant(type(form).__module__, form.name)
+    if "PackedRows(" in codes:
+        bundle.add(cache_rows.PackedRows)
     for word in ("WeightFormat", "PackedWeight"):
         if f"{word}(" in codes:
             bundle.add(getattr(quantize, word))

@@ -13,7 +13,7 @@ from functools import cache
 from dsv4.kernels.dispatch import Operation
 from dsv4.probes.kernel_audit.trace import plain
 
-ALLOWED = frozenset({"torch", "math", "enum", "typing", "functools", "collections", "__future__"})
+ALLOWED = frozenset({"torch", "abc", "math", "enum", "typing", "functools", "collections", "__future__"})
 
 
 class NotSelfContained(Exception):
@@ -45,6 +45,10 @@ class Bundle:
         if not isinstance(value, types.FunctionType | type):
             raise NotSelfContained(f"it uses {value!r}")
         return self._take(sys.modules[value.__module__], value.__name__)
+
+    def constant(self, module: str, name: str) -> str:
+        """Take in what a module of dsv4 binds to `name`; its name in the bundle. Raises NotSelfContained."""
+        return self._take(sys.modules[module], name)
 
     def text(self, body: str) -> str:
         """The bundle, followed by `body`."""

@@ -83,7 +83,8 @@ def test_references_need_torch_alone_and_take_the_inputs_in_order(operation):
         tree = ast.parse(made["reference"])
         names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        allowed = {"torch", "math", "enum", "typing", "types", "functools", "collections", "__future__"}
+        library = {"abc", "collections", "enum", "functools", "math", "types", "typing", "__future__"}
+        allowed = {"torch", *library}
         assert {name.split(".")[0] for name in names} <= allowed
         (run,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"]
         assert [a.arg for a in run.args.args] == list(made["inputs"])
