@@ -105,14 +105,16 @@ def install() -> None:
         sys.meta_path.insert(0, Finder())
 
 
-def former(package: str, module: str) -> Callable[[str], object]:
-    """A package's `__getattr__`, for a package that has the name of a module which lies inside it now."""
+def former(package: str, *modules: str) -> Callable[[str], object]:
+    """A package's `__getattr__`, for a package that has the name of a module whose content lies in `modules` inside it
+    now."""
 
     def __getattr__(name: str) -> object:
         if not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}") is None:  # not a module inside
-            found = importlib.import_module(module)
-            if hasattr(found, name):
-                return getattr(found, name)
+            for module in modules:
+                found = importlib.import_module(module)
+                if hasattr(found, name):
+                    return getattr(found, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return __getattr__

@@ -2,4 +2,6 @@
 
 from dsv4.moved import former
 
-__getattr__ = former(__name__, "dsv4.cache.cache")  # the names that `dsv4.cache` had as a module
+__getattr__ = former(
+    __name__, "dsv4.cache.cache", "dsv4.cache.layer", "dsv4.cache.rows"
+)  # the names that `dsv4.cache` had as a module

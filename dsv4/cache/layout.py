@@ -1,7 +1,7 @@
 """How the caches of one model lie: the streams that its family declares, how each is addressed, what pages hold."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,10 @@ from dsv4.cache.streams import LayerStreams, Stream, cache_streams, zeros
 from dsv4.kernels.cache_rows import PAGE, PackedRows, write_rows
 from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
+from dsv4.model.spec import LayerSpec
+
+# part of a layer's cache → the streams of its raw rows and of its entries
+COMPRESSED = {"main": ("main raw rows", "entries"), "index": ("index raw rows", "index keys")}
 
 
 class Layout(ABC):
@@ -60,33 +64,31 @@ class LatentLayout(Layout):
     def allocate(self, plan: Sequence[LayerStreams], devices: Sequence[torch.device]) -> tuple[list, tuple]:
         return linked([self.layer(p, d) for p, d in zip(plan, devices, strict=True)]), ()
 
-    def layer(self, plan: LayerStreams, device: torch.device) -> LayerCache:
-        """One layer: rings for what is needed for a bounded time, linear buffers for entries and index keys."""
-        tensors = {s.name: zeros(s, device) for s in plan.streams if s.place == "cache"}
-        held = {s.name: as_rows(s, tensors[s.name]) for s in plan.streams if s.name in tensors}
-        far = {s.name: self.far_rows(s, plan) for s in plan.streams if s.place == "pinned"}
-        tensors |= {name: t for rows in far.values() for name, t in rows.tensors.items()}
-        reach = plan.spec.overlap * plan.ratio - 1
-
-        def compressor(raw: str, entries: str) -> CompressorCache:
-            rows = far[entries] if entries in far else Linear(held[entries], self.write)
-            return CompressorCache(Tokens(Ring(held[raw], reach)), Entries(rows, plan.ratio), plan.spec.overlap)
-
-        return self._layer(plan, self.window_rows(plan, held["window"]), compressor, tensors)
+    def layer(
+        self, plan: LayerStreams, device: torch.device, far: Callable[[Stream], Rows] | None = None
+    ) -> LayerCache:
+        """One layer: rings for what is needed for a bounded time, linear buffers for entries and index keys. far: makes
+        the rows of a stream that the plan has in host memory."""
+        tensors: dict[str, torch.Tensor] = {}
+        rows: dict[str, Rows] = {}
+        reach, raw = plan.spec.overlap * plan.ratio - 1, {names[0] for names in COMPRESSED.values()}
+        for s in plan.streams:
+            if s.place == "pinned":
+                assert far is not None, f"{s.name} lies in host memory, and nothing was given that makes its rows"
+                rows[s.name] = far(s)
+                tensors |= rows[s.name].tensors
+            elif s.place == "cache":
+                tensors[s.name] = zeros(s, device)
+                held = as_rows(s, tensors[s.name])
+                if s.name == "window":
+                    rows[s.name] = self.window_rows(plan, held)
+                else:
+                    rows[s.name] = Ring(held, reach) if s.name in raw else Linear(held, self.write)
+        return layer_cache(plan.spec, rows, tensors)
 
     def window_rows(self, plan: LayerStreams, held: torch.Tensor | PackedRows) -> Ring:
         """The ring of a layer's window."""
         return Ring(held, self.config.sliding_window - 1, plan.window_rows, self.write)
-
-    def far_rows(self, stream: Stream, plan: LayerStreams) -> Rows:
-        """The rows of a stream that the plan has in host memory."""
-        raise NotImplementedError
-
-    @staticmethod
-    def _layer(plan: LayerStreams, window: Rows, compressor, tensors, groups=None) -> LayerCache:
-        main = compressor("main raw rows", "entries") if plan.spec.compresses else None
-        index = compressor("index raw rows", "index keys") if plan.spec.selects else None
-        return LayerCache(plan.spec, Tokens(window), main, index, tensors, groups)
 
     def paged_plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
         rows = self.plan(1, 1, 0)  # of one token, for widths and formats
@@ -97,10 +99,19 @@ class LatentLayout(Layout):
     ) -> LayerCache:
         groups = stream_groups(plan.spec)
         rows = {s.name: Paged(as_rows(s, tensors[s.name]), tables[groups[s.name]], self.write) for s in plan.streams}
-        compressor = lambda raw, entries: CompressorCache(
-            Tokens(rows[raw]), Entries(rows[entries], plan.ratio), plan.spec.overlap
-        )
-        return self._layer(plan, rows["window"], compressor, tensors, groups)
+        return layer_cache(plan.spec, rows, tensors, groups)
+
+
+def layer_cache(
+    spec: LayerSpec, rows: Mapping[str, Rows], tensors: dict[str, torch.Tensor], groups: dict[str, str] | None = None
+) -> LayerCache:
+    """One layer whose streams lie in `rows`, by name."""
+    made = {
+        part: CompressorCache(Tokens(rows[raw]), Entries(rows[entries], spec.ratio), spec.overlap)
+        for part, (raw, entries) in COMPRESSED.items()
+        if entries in rows
+    }
+    return LayerCache(spec, Tokens(rows["window"]), made.get("main"), made.get("index"), tensors, groups)
 
 
 def as_rows(stream: Stream, tensor: torch.Tensor) -> torch.Tensor | PackedRows:

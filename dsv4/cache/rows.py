@@ -79,7 +79,7 @@ class Rows:
         return read_rows(self.flat, slots).to(dtype) if self.packed else self.flat.index_select(0, slots)
 
 
-def _by_row(step: Step, numbers: torch.Tensor, n: int) -> torch.Tensor:
+def by_row(step: Step, numbers: torch.Tensor, n: int) -> torch.Tensor:
     """First row of the pool of each of the step's batch rows, n rows each, in the shape of `numbers`."""
     return (step.row * n).view((step.B,) + (1,) * (numbers.dim() - 1))
 
@@ -96,7 +96,7 @@ class Linear(Rows):
         super().__init__(buffer, flat, (self.n,), write)
 
     def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers + _by_row(step, numbers, self.n)
+        return numbers + by_row(step, numbers, self.n)
 
     def view(self, step: Step, n: int) -> torch.Tensor | PackedRows:
         if self.packed:
@@ -127,7 +127,7 @@ class Ring(Rows):
         super().__init__(buffer, buffer if packed else buffer.flatten(0, 1), (self.R,), write)
 
     def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers % self.R + _by_row(step, numbers, self.R)
+        return numbers % self.R + by_row(step, numbers, self.R)
 
     def index(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
         if self.fits(step):

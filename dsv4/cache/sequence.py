@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.cache.layer import CompressorCache, LayerCache, linked
-from dsv4.cache.rows import Entries, Rows, Tokens
+from dsv4.cache.rows import Entries, Rows, Tokens, by_row
 from dsv4.model.config import ModelConfig
 from dsv4.model.spec import LayerSpec
 from dsv4.model.step import Step
@@ -39,7 +39,7 @@ class Whole(Rows):
         self.ratio, self.width = ratio, width
 
     def place(self, step: Step, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers + (step.row * step.T).view((step.B,) + (1,) * (numbers.dim() - 1))
+        return numbers + by_row(step, numbers, step.T)
 
     def extend(self, step: Step, slots: Callable[[], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
         self.buffer = values.view(step.B, -1, values.shape[-1])

@@ -43,8 +43,13 @@ class Block(Module):
         """(streams, normalised input [N, d], post, comb) of the sublayer that follows `pending`."""
         if len(pending) == 4 and fuses(self.op, "mhc_post_pre_norm", connection, norm):
             return self.op.mhc_post_pre_norm(*pending, *connection.arguments(), norm.weight, norm.eps)
-        streams = pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)
+        streams = merged(self.op, pending)
         if fuses(self.op, "mhc_pre_norm", connection, norm):
             return streams, *self.op.mhc_pre_norm(streams, *connection.arguments(), norm.weight, norm.eps)
         x, post, comb = connection(streams)
         return streams, norm(x), post, comb
+
+
+def merged(op, pending: tuple) -> torch.Tensor:
+    """The streams [N, n, d] of `pending` in the form of `Block.sublayers`."""
+    return pending[0] if len(pending) == 1 else op.mhc_post(*pending)

@@ -26,7 +26,7 @@ from dsv4.model.arguments import (
     kind,
     new_counts,
 )
-from dsv4.model.block import Block
+from dsv4.model.block import Block, merged
 from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
 from dsv4.model.config import ModelConfig
 from dsv4.model.hyper_connections import HyperHead
@@ -163,8 +163,7 @@ class Model(CausalLM):
     # ---- inside --------------------------------------------------------------------------
 
     def run(self, step: Step, cache: Cache) -> torch.Tensor:
-        pending = self._layers(step, cache)
-        return (pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)).to(self.device)
+        return merged(self.op, self._layers(step, cache)).to(self.device)
 
     def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
         """A captured step in few kernels: streams before the head [N, n, d], and logits fp32 [N, vocab]."""
@@ -184,11 +183,12 @@ class Model(CausalLM):
             h = self.embed(step.ids).to(self.numerics.activation)
             streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         pending = (streams,)
-        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices or repeat(self.device)):
-            pending, here = tuple(t.to(device) for t in pending), step.on(device)
+        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices or repeat(None)):
+            here = step
+            if device is not None:
+                pending, here = tuple(t.to(device) for t in pending), step.on(device)
             if block.watched:  # a hook sees whole streams
-                streams = pending[0] if len(pending) == 1 else self.op.mhc_post(*pending)
-                pending = (block(streams, here, layer_cache),)
+                pending = (block(merged(self.op, pending), here, layer_cache),)
             else:
                 pending = block.sublayers(pending, here, layer_cache)
         return pending

@@ -24,6 +24,9 @@ def test_an_old_name_is_the_same_module(old):
     [
         ("dsv4.model", "Model", "dsv4.model.deepseek_v4"),
         ("dsv4.cache", "Cache", "dsv4.cache.cache"),
+        ("dsv4.cache", "LayerCache", "dsv4.cache.layer"),
+        ("dsv4.cache", "CompressorCache", "dsv4.cache.layer"),
+        ("dsv4.cache", "Ring", "dsv4.cache.rows"),
         ("dsv4.probes.report", "write_files", "dsv4.probes.report.files"),
     ],
 )

@@ -1,6 +1,7 @@
 """Main entries of a CSA layer in host memory; the index keys, by which they are chosen, stay on the device."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from dsv4.cache.host_tier.planning import (
     pinned_bytes,
     staged_entries,
 )
+from dsv4.cache.layer import linked
 from dsv4.cache.layout import LatentLayout, as_rows
 from dsv4.cache.rows import Linear
 from dsv4.cache.streams import LayerStreams, Stream, zeros
@@ -148,18 +150,18 @@ class StagedLayout(LatentLayout):
     def allocate(self, plan: Sequence[LayerStreams], devices: Sequence[torch.device]) -> tuple[list, tuple]:
         wanted = pinned_bytes(plan)
         check_limit(wanted)
-        self.home, self.held_bytes, self.brought = devices[0], 0, zeros(brought_entries(plan), devices[0])
-        try:
-            layers, _ = super().allocate(plan, devices)
-        except PinnedMemoryError as error:
-            raise PinnedMemoryError(
-                f"the cache keeps {wanted} bytes in pinned host memory, of which {self.held_bytes} were had: {error}"
-            ) from error
-        return layers, (self.brought,)
+        home, made, brought = devices[0], [], zeros(brought_entries(plan), devices[0])
 
-    def far_rows(self, stream: Stream, plan: LayerStreams) -> Staged:
-        rows = Staged(
-            stream, plan.ratio, self.topk, self.choice.staged, self.home, self.fetch, self.write, self.brought
-        )
-        self.held_bytes += rows.host_bytes
-        return rows
+        def far(stream: Stream, ratio: int) -> Staged:
+            staged = self.choice.staged
+            made.append(Staged(stream, ratio, self.topk, staged, home, self.fetch, self.write, brought))
+            return made[-1]
+
+        try:
+            layers = [self.layer(p, d, partial(far, ratio=p.ratio)) for p, d in zip(plan, devices, strict=True)]
+        except PinnedMemoryError as error:
+            had = sum(rows.host_bytes for rows in made)
+            raise PinnedMemoryError(
+                f"the cache keeps {wanted} bytes in pinned host memory, of which {had} were had: {error}"
+            ) from error
+        return linked(layers), (brought,)
