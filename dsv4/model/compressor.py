@@ -25,14 +25,14 @@ class Compressor(Module):
 
     wkv_gate [2·c·D, d] (wkv over wgate), ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's
     columns [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
-    simulate: of `finish_entries`.
+    simulation: what `finish_entries` simulates. Not `simulate`, which says of a matrix that its input is rounded.
     """
 
     def __init__(
-        self, config: ModelConfig, spec: LayerSpec, width: int, simulate: str | None, numerics: Numerics, store, op
+        self, config: ModelConfig, spec: LayerSpec, width: int, simulation: str | None, numerics: Numerics, store, op
     ):
         super().__init__()
-        self.ratio, self.overlap, self.base, self.simulate = spec.ratio, spec.overlap, spec.rope, simulate
+        self.ratio, self.overlap, self.base, self.simulation = spec.ratio, spec.overlap, spec.rope, simulation
         rows = 2 * self.overlap * width
         self.wkv_gate = Linear(rows, config.hidden_size, store("wkv"), numerics, op, stacked=("wkv", "wgate"))
         self.ape = parameter(self.ratio, self.overlap * width)
@@ -46,11 +46,11 @@ class Compressor(Module):
             return
         norm, cis, dtype = self.norm, step.window_cis(self.ratio, self.base), self.numerics.activation
         if fuses(self.op, "pool_entries", norm):
-            given = self.overlap, dtype, norm.weight, norm.eps, cis, self.simulate
+            given = self.overlap, dtype, norm.weight, norm.eps, cis, self.simulation
             entries = self.op.pool_entries(*found, *given)
         else:
             pooled = self.pooled(*found, step).to(dtype)
-            entries = finish_entries(self.op, norm(pooled), cis, self.simulate)
+            entries = finish_entries(self.op, norm(pooled), cis, self.simulation)
         cache.entries.write(step, entries)
 
     def pooled(self, pool: torch.Tensor, rows: torch.Tensor, step: Step) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Compressor(Module):
     def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
         """Store rows and pool entries of a captured step, from the projected rows fp32 [N, 2·c·D]: a part of
         `attention_inputs`."""
-        return cache.windows(step, raw, self.ape, self.norm.weight, self.base, self.simulate)
+        return cache.windows(step, raw, self.ape, self.norm.weight, self.base, self.simulation)
 
 
 class MainCompressor(Compressor):
@@ -75,5 +75,5 @@ class IndexerKeyCompressor(Compressor):
     a Hadamard transform and FP4."""
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
-        simulate = "key" if numerics.simulate_index else None
-        super().__init__(config, spec, config.index_head_dim, simulate, numerics, store, op)
+        simulation = "key" if numerics.simulate_index else None
+        super().__init__(config, spec, config.index_head_dim, simulation, numerics, store, op)

@@ -84,7 +84,7 @@ def test_with_an_unquantised_checkpoint_only_kv_and_indexer_are_simulated(dense,
 def test_only_linears_with_fp8_or_fp4_weights_quantise_their_input(official):
     model = load_model(official, numerics="qat")
     attn = model.layers[1].attn
-    simulated = {n for n, m in attn.named_modules() if getattr(m, "simulate", False) is True}
+    simulated = {n for n, m in attn.named_modules() if getattr(m, "simulate", False)}
     assert simulated == {"wq_a", "wq_b", "wkv", "wo_b", "indexer.wq_b"}
     calls = {}
     op, real = attn.wo_a.op, attn.wo_a.op.linear
