@@ -11,7 +11,7 @@ from dsv4.kernels.errors import Dsv4Error
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import keeps_value
 from dsv4.model.families import pieces_of
-from dsv4.model.numerics import NUMERICS
+from dsv4.model.numerics import NUMERICS, Numerics
 from dsv4.probes.catalogue.load_ledger import headers, named
 from dsv4.probes.oracle.weights import decode
 from dsv4.probes.probe import Probe
@@ -29,6 +29,17 @@ MEMORY = "what is F32 on disk is F32 in memory: a blanket cast to bf16 flips pic
 UNQUANTISED = "specification 2.1: BF16 without scales; a router requantised to 4 bits flips picks (Atlas 186)"
 CACHE = {"fp32": torch.float32, "native": torch.bfloat16, "qat": torch.bfloat16, "qat:fp32": torch.float32}
 FLOATS = ("BF16", "F32", "F16")
+
+
+def of_model(model, asked: Numerics | None, choice: str, rope: str) -> Iterator[Check]:
+    """The numerics that a loaded model runs in, and its rotary frequencies. choice, rope: sources of the bounds."""
+    yield compare(
+        "numerics in effect", str(model.numerics), "==", str(asked), choice, 1, where="model", part="numerics"
+    )
+    for base, f in model.frequencies.items():
+        where = f"base {base}"
+        name, wanted = "rotary frequencies are fp32", str(torch.float32)
+        yield compare(name, str(f.dtype), "==", wanted, rope, f.numel(), where=where, part="RoPE")
 
 
 @dataclass(frozen=True)
@@ -127,29 +138,11 @@ class DtypeLedger(Probe):
             "the official simulation quantises inputs of FP8 and FP4 weights only (specification 3)",
         )
         yield from self._inputs(subject, held)
-        held_choice = subject.model.numerics
         asked = NUMERICS.get(subject.numerics)
-        yield compare(
-            "numerics in effect",
-            str(held_choice),
-            "==",
-            str(asked and asked.with_caches(*subject.caches)),
-            "the numerics and cache formats asked for at load",
-            1,
-            where="model",
-            part="numerics",
+        asked = asked and asked.with_caches(*subject.caches)
+        yield from of_model(
+            subject.model, asked, "the numerics and cache formats asked for at load", "specification 3: RoPE in fp32"
         )
-        for base, f in subject.model.frequencies.items():
-            yield compare(
-                "rotary frequencies are fp32",
-                str(f.dtype),
-                "==",
-                "torch.float32",
-                "specification 3: RoPE in fp32",
-                f.numel(),
-                where=f"base {base}",
-                part="RoPE",
-            )
 
     def _inputs(self, subject: Subject, held: dict) -> Iterator[Check]:
         """Inputs of quantised matrices: through FP8 in simulated numerics, as they are in others; those of wo_a

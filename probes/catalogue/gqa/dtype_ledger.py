@@ -8,12 +8,11 @@ import torch
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.ledger import keeps_value
 from dsv4.model.numerics import NUMERICS
-from dsv4.probes.catalogue.dtype_ledger import DtypeLedger
+from dsv4.probes.catalogue.dtype_ledger import FLOATS, DtypeLedger, of_model
 from dsv4.probes.catalogue.load_ledger import named
-from dsv4.probes.result import Check, compare
+from dsv4.probes.result import Check
 from dsv4.probes.subject import Subject
 
-FLOATS = ("BF16", "F32", "F16")
 DISK = "transformers' checkpoints of GQA models: dense floats; this project reads no quantised ones"
 MEMORY = "native holds weights as stored, fp32 widens them: no bit is lost either way (dsv4.model.numerics)"
 
@@ -40,24 +39,6 @@ def dtype_checks(subject: Subject) -> Iterator[Check]:
         n for n, d in held.items() if d is not (torch.float32 if fp32 else of_file[n]) or not keeps_value(of_file[n], d)
     ]
     yield from named("weight is held as the numerics say", wrong, len(held), MEMORY)
-    yield compare(
-        "numerics in effect",
-        str(subject.model.numerics),
-        "==",
-        str(NUMERICS.get(subject.numerics)),
-        "the numerics asked for at load",
-        1,
-        where="model",
-        part="numerics",
-    )
-    for base, f in subject.model.frequencies.items():
-        yield compare(
-            "rotary frequencies are fp32",
-            str(f.dtype),
-            "==",
-            "torch.float32",
-            "positions in the thousands turn by wrong angles in bf16",
-            f.numel(),
-            where=f"base {base}",
-            part="RoPE",
-        )
+    asked = NUMERICS.get(subject.numerics)
+    turns = "positions in the thousands turn by wrong angles in bf16"
+    yield from of_model(subject.model, asked, "the numerics asked for at load", turns)
