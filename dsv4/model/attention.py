@@ -9,16 +9,17 @@ import torch
 
 from dsv4.cache.layer import LayerCache
 from dsv4.errors import MissingSelection
-from dsv4.kernels.fusions.compositions import KV_BLOCK, IndexHeads, Latents
+from dsv4.kernels.fusions.compositions import KV_BLOCK
 from dsv4.model.compressor import MainCompressor
 from dsv4.model.config import ModelConfig
 from dsv4.model.indexer import LightningIndexer
 from dsv4.model.linear import Linear, parameter
-from dsv4.model.module import Module, composed, fuses
+from dsv4.model.module import Module, fuses
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
+from dsv4.model.parts import Input, Map
 from dsv4.model.spec import LayerKind, LayerSpec
-from dsv4.model.step import CapturedStep, Step
+from dsv4.model.step import Step
 
 
 class WindowAttention(Module):
@@ -53,70 +54,27 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
-        if step.captured:
-            return self._captured(x, step, cache)
-        qr, q = self.queries(x, step)
-        window, window_index = cache.window.extend(step, self.latent(x, step)), cache.window.last(step, self.W)
-        o = self._attend(x, qr, q, window, window_index, step, cache)
-        o = self.op.rotate(o, step.inverse_cis(self.base).unsqueeze(1))
-        return self.wo_b(self.wo_a(o.view(step.N, self.groups, -1)).flatten(1))
+        given = step.parts.mapped(self.op, x, self.maps(step))
+        qr, q = self.queries(given, step)
+        window = step.parts.window(self, given, step, cache.window)
+        o = self._attend(given, qr, q, window, cache.window.last(step, self.W), step, cache)
+        return self.wo_b(step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups))
 
-    def _captured(self, x: torch.Tensor, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """`forward` for a captured step, whose positions are only on the device. One composition writes everything."""
-        low, kv, *rest = self._maps(x, None, (self.wq_a, None), (self.wkv, None), *self._maps_of_compressed(step))
-        q, *asked = self._maps(
-            low, self.q_norm.weight, (self.wq_b, None), *((m, None) for m in self._maps_of_asked(step))
-        )
-        latents = Latents(
-            kv, self.kv_norm.weight, self.numerics.simulate_kv, cache.window.flat, cache.window.slots(step)
-        )
-        found = self.op.attention_inputs(
-            step.B,
-            q.view(step.N, self.H, self.D),
-            step.cis(self.base),
-            self.eps,
-            latents,
-            *self._compressed(rest, asked, step, cache),
-        )
-        o = self._attend_captured(found, cache.window.flat, cache.window.last(step, self.W), step, cache)
-        return self.wo_b(self.op.project_heads(o, step.inverse_cis(self.base), self.wo_a.packed(), self.groups))
+    def maps(self, step: Step) -> list[Map]:
+        """The linear maps of the layer's input."""
+        return [Map(self.wq_a), Map(self.wkv)]
 
-    def _maps(self, x: torch.Tensor, norm: torch.Tensor | None, *modules: tuple) -> tuple[torch.Tensor, ...]:
-        """Linear maps of x in one composition. modules: (Linear, dtype of a result that is not rounded to x's dtype, or
-        None)."""
-        maps, dtypes = zip(*modules)
-        return self.op.linears(
-            x, norm, self.eps, tuple(m.packed() for m in maps), tuple(m.simulate for m in maps), dtypes
-        )
+    def query_maps(self, step: Step) -> list[Map]:
+        """The linear maps of the normalised low-rank queries."""
+        return [Map(self.wq_b)]
 
-    def _maps_of_compressed(self, step: CapturedStep) -> list:
-        """Further linear maps of x, in the form of `_maps`: the first input of `_compressed`."""
-        return []
-
-    def _maps_of_asked(self, step: CapturedStep) -> list:
-        """Further linear maps of the normalised low-rank queries: the second input of `_compressed`."""
-        return []
-
-    def _compressed(
-        self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
-    ) -> tuple[IndexHeads | None, tuple]:
-        """The indexer's queries and weights, and each compressor's part of the step."""
-        return None, ()
-
-    def _attend_captured(
-        self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache
-    ) -> torch.Tensor:
-        """Attention on the results of `attention_inputs`."""
-        return self.attend(found[0], window, window_index, None, step, cache)
-
-    def queries(self, x: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+    def queries(self, x: Input, step: Step) -> tuple[Input, torch.Tensor]:
         """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
-        qr = self.q_norm(self.wq_a(x))
-        return qr, composed(self.op, "query_heads")(
-            self.wq_b(qr).view(step.N, self.H, self.D), step.cis(self.base), self.eps
-        )
+        qr = step.parts.normed(self.op, self.wq_a(x), self.q_norm, self.query_maps(step))
+        q = self.wq_b(qr).view(step.N, self.H, self.D)
+        return qr, step.parts.query_heads(self.op, q, step.cis(self.base), self.eps)
 
-    def latent(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+    def latent(self, x: Input, step: Step) -> torch.Tensor:
         """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
         kv, cis = self.wkv(x), step.cis(self.base)
         if fuses(self.op, "latent", self.kv_norm):
@@ -135,7 +93,14 @@ class WindowAttention(Module):
 
     def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
         """Compress, select, and attend."""
-        return self.attend(q, window, window_index, None, step, cache)
+        selection = self.select(x, qr, step, cache)
+        step.parts.finish(self.op, step)
+        return self.attend(q, window, window_index, selection, step, cache)
+
+    def select(self, x, qr, step: Step, cache: LayerCache) -> torch.Tensor | None:
+        """Write the step's entries, and choose among all that are visible: int64 [B, T, k], or None where every one is
+        read."""
+        return None
 
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
         """q [N, H, D]; window: rows, of which those of window_index [N, W] are read; selection: of the indexer → [N, H,
@@ -157,38 +122,21 @@ class CSAAttention(WindowAttention):
         self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
         self.indexer = LightningIndexer(config, spec, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
 
-    def _maps_of_compressed(self, step: CapturedStep) -> list:
-        found = [(self.compressor.wkv_gate, torch.float32), (self.indexer.compressor.wkv_gate, torch.float32)]
-        return [*found, (self.indexer.weights_proj, None)] if self.indexer.chooses(step) else found
+    def maps(self, step: Step) -> list[Map]:
+        found = [*super().maps(step), Map(self.compressor.wkv_gate, True), Map(self.indexer.compressor.wkv_gate, True)]
+        return [*found, Map(self.indexer.weights_proj)] if self.indexer.chooses(step) else found
 
-    def _maps_of_asked(self, step: CapturedStep) -> list:
-        return [self.indexer.wq_b] if self.indexer.chooses(step) else []
-
-    def _compressed(
-        self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
-    ) -> tuple[IndexHeads | None, tuple]:
-        raw, index_raw, *weights = rest
-        windows = (
-            self.compressor.windows(raw, step, cache.main),
-            self.indexer.compressor.windows(index_raw, step, cache.index),
-        )
-        return self.indexer.index_heads(*asked, *weights, step) if asked else None, windows
-
-    def _attend_captured(
-        self, found: tuple, window, window_index, step: CapturedStep, cache: LayerCache
-    ) -> torch.Tensor:
-        q, *asked = found[:3]
-        return self.attend(q, window, window_index, self.indexer.captured(asked, step, cache), step, cache)
+    def query_maps(self, step: Step) -> list[Map]:
+        return super().query_maps(step) + [Map(self.indexer.wq_b)] * self.indexer.chooses(step)
 
     def path_at(self, end: int) -> dict:
         n = end // self.ratio
         return super().path_at(end) | {"visible": n, "selected": min(n, self.indexer.topk)}
 
-    def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+    def select(self, x, qr, step: Step, cache: LayerCache) -> torch.Tensor:
         self.compressor(x, step, cache.main)
         with torch.no_grad():  # a choice has no derivative, so the indexer has a loss of its own
-            selection = self.indexer(x, qr, step, cache)
-        return self.attend(q, window, window_index, selection, step, cache)
+            return self.indexer(x, qr, step, cache)
 
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
         if selection is None:
@@ -209,20 +157,14 @@ class HCAAttention(WindowAttention):
         super().__init__(config, spec, numerics, store, op)
         self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
 
-    def _maps_of_compressed(self, step: CapturedStep) -> list:
-        return [(self.compressor.wkv_gate, torch.float32)]
-
-    def _compressed(
-        self, rest: list, asked: list, step: CapturedStep, cache: LayerCache
-    ) -> tuple[IndexHeads | None, tuple]:
-        return None, (self.compressor.windows(*rest, step, cache.main),)
+    def maps(self, step: Step) -> list[Map]:
+        return [*super().maps(step), Map(self.compressor.wkv_gate, True)]
 
     def path_at(self, end: int) -> dict:
         return super().path_at(end) | {"visible": end // self.ratio}
 
-    def _attend(self, x, qr, q, window, window_index, step, cache) -> torch.Tensor:
+    def select(self, x, qr, step: Step, cache: LayerCache) -> None:
         self.compressor(x, step, cache.main)
-        return self.attend(q, window, window_index, None, step, cache)
 
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
         entries, n = cache.main.entries.visible(step), step.max_visible(self.ratio)

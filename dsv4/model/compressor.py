@@ -10,14 +10,15 @@ the indexer scores.
 import torch
 
 from dsv4.cache.layer import CompressorCache
-from dsv4.kernels.fusions.compositions import Windows, finish_entries, pool_windows
+from dsv4.kernels.fusions.compositions import pool_windows
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, parameter
-from dsv4.model.module import Module, fuses
+from dsv4.model.module import Module
 from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
+from dsv4.model.parts import Input
 from dsv4.model.spec import LayerSpec
-from dsv4.model.step import CapturedStep, Step
+from dsv4.model.step import Step
 
 
 class Compressor(Module):
@@ -39,28 +40,13 @@ class Compressor(Module):
         self.norm = RMSNorm(width, config.rms_norm_eps, store("norm").dtype, op)
         self.op, self.numerics = op, numerics
 
-    def forward(self, x: torch.Tensor, step: Step, cache: CompressorCache) -> None:
+    def forward(self, x: Input, step: Step, cache: CompressorCache) -> None:
         """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
-        found = cache.completed(step, self.wkv_gate(x, exact=True), self.ape)
-        if found is None:
-            return
-        norm, cis, dtype = self.norm, step.window_cis(self.ratio, self.base), self.numerics.activation
-        if fuses(self.op, "pool_entries", norm):
-            given = self.overlap, dtype, norm.weight, norm.eps, cis, self.simulation
-            entries = self.op.pool_entries(*found, *given)
-        else:
-            pooled = self.pooled(*found, step).to(dtype)
-            entries = finish_entries(self.op, norm(pooled), cis, self.simulation)
-        cache.entries.write(step, entries)
+        step.parts.entries(self, self.wkv_gate(x, exact=True), step, cache)
 
     def pooled(self, pool: torch.Tensor, rows: torch.Tensor, step: Step) -> torch.Tensor:
         """fp32 [M, D] of the windows that the step completes; pool, rows: of `CompressorCache.completed`."""
         return pool_windows(self.op, pool, rows, self.overlap)
-
-    def windows(self, raw: torch.Tensor, step: CapturedStep, cache: CompressorCache) -> Windows:
-        """Store rows and pool entries of a captured step, from the projected rows fp32 [N, 2·c·D]: a part of
-        `attention_inputs`."""
-        return cache.windows(step, raw, self.ape, self.norm.weight, self.base, self.simulation)
 
 
 class MainCompressor(Compressor):

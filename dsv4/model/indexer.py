@@ -3,14 +3,14 @@
 import torch
 
 from dsv4.cache.layer import LayerCache
-from dsv4.kernels.fusions.compositions import IndexHeads
 from dsv4.model.compressor import IndexerKeyCompressor
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear
 from dsv4.model.module import Module, composed
 from dsv4.model.numerics import Numerics
+from dsv4.model.parts import Input
 from dsv4.model.spec import LayerSpec
-from dsv4.model.step import CapturedStep, Step
+from dsv4.model.step import Step
 
 
 class LightningIndexer(Module):
@@ -29,7 +29,7 @@ class LightningIndexer(Module):
         self.scale = self.D**-0.5 * self.H**-0.5
         self.ratio, self.base, self.numerics, self.op = spec.ratio, spec.rope, numerics, op
 
-    def forward(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible.
 
         k = min(index_topk, entries visible to the last query). The step's keys are written first: a
@@ -43,36 +43,21 @@ class LightningIndexer(Module):
         scores = self.scores(x, qr, step, cache)
         return self.op.topk_entries(scores, self.topk)
 
-    def index_heads(self, q: torch.Tensor, weights: torch.Tensor, step: CapturedStep) -> IndexHeads:
-        """q [N, H·D] and head weights [N, H] as projected, for a captured step."""
-        return IndexHeads(q.view(step.N, self.H, self.D), weights, self.scale, self.numerics.simulate_index)
-
-    def captured(self, asked: list, step: CapturedStep, cache: LayerCache) -> torch.Tensor:
-        """`forward` of a captured step whose keys are written. asked: q [N, H, D] and scaled head weights [N, H], if
-        any."""
-        if not self.chooses(step):
-            return cache.index.entries.all_visible(step)
-        q, weights = (t.view(step.B, step.T, *t.shape[1:]) for t in asked)
-        return self.op.select_entries(
-            q, weights, cache.index.entries.visible(step), step.visible(self.ratio), self.topk
-        )
-
     def chooses(self, step: Step) -> bool:
         """Whether there may be more visible entries than are selected; otherwise nothing needs scores."""
         return step.max_visible(self.ratio) > self.topk
 
-    def scores(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    def scores(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor:
         """Index scores fp32 [B, T, n] over the entries visible to the last query, −inf where invisible."""
         return self.op.index_scores(*self.scored(x, qr, step, cache))
 
-    def scored(self, x: torch.Tensor, qr: torch.Tensor, step: Step, cache: LayerCache) -> tuple:
+    def scored(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> tuple:
         """The inputs of the scores: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64
         [B, T]."""
-        q = self.queries(qr, step).view(step.B, step.T, self.H, self.D)
-        weights = self.weights_proj(x).float().view(step.B, step.T, self.H) * self.scale
+        q, weights = (t.view(step.B, step.T, *t.shape[1:]) for t in step.parts.index_heads(self, x, qr, step))
         return q, weights, cache.index.entries.visible(step), step.visible(self.ratio)
 
-    def queries(self, qr: torch.Tensor, step: Step) -> torch.Tensor:
+    def queries(self, qr: Input, step: Step) -> torch.Tensor:
         """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
         q = self.wq_b(qr).view(step.N, self.H, self.D)
         return composed(self.op, "index_queries")(q, step.cis(self.base), self.numerics.simulate_index)

@@ -9,6 +9,7 @@ from dsv4.errors import UnsupportedInput
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
+from dsv4.model.parts import Mapped
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ class Linear(Matrix):
         self.op = op
         self.simulate = numerics.simulate and self.quantised
 
-    def forward(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | Mapped, exact: bool = False) -> torch.Tensor:
         """x [N, in] → [N, out] in x.dtype. If `exact`, x is not quantised, and the result is the fp32 sum."""
+        if isinstance(x, Mapped):
+            return x.of(self, exact)
         if exact:
             return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
         return self.op.linear(x, self.packed(), self.simulate)

@@ -16,6 +16,7 @@ import torch
 from dsv4.errors import UnsupportedInput
 from dsv4.kernels.fusions.compositions import Kept
 from dsv4.kernels.rope import rotation
+from dsv4.model.parts import Separate, Together
 
 
 class Step:
@@ -40,6 +41,7 @@ class Step:
         self._inverse: dict[str, torch.Tensor] = {}
 
     captured = False  # see CapturedStep
+    parts = Separate()  # how the parts of a layer run
     prompt = False  # tokens of a prompt: GQA models then read the whole cache, whatever their policy
     piece = None  # dsv4.model.gqa.prefill.Piece of a prompt that GQA models attend to in chunks
 
@@ -153,6 +155,7 @@ class CapturedStep(Step):
         self.pos = start.unsqueeze(1) + torch.arange(self.T, device=self.device)
         self.row = torch.arange(self.B, device=self.device).unsqueeze(1)
         self._memo, self._cis, self._inverse = {}, {}, {}
+        self.parts = Together()
 
     def place(self, place: Callable, window: tuple[int, int], kept: tuple[Kept, ...]) -> None:
         """Keep the results of the composition `place` under the names that layers use. kept: with slots of `ratio`

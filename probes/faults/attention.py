@@ -4,7 +4,7 @@ import torch
 
 from dsv4.cache.layout import LatentLayout
 from dsv4.cache.rows import Entries, Ring, Tokens
-from dsv4.model.attention import ATTENTION, GroupedLinear, WindowAttention
+from dsv4.model.attention import GroupedLinear, WindowAttention
 from dsv4.model.config import ModelConfig
 from dsv4.probes.faults import Site, mutation
 
@@ -26,8 +26,7 @@ def sinks(site: Site, change) -> None:
 
 def outputs(site: Site, change) -> None:
     """What attention gives, before it is rotated back, becomes change(o [N, H, D], the layer's attention)."""
-    for kind in ATTENTION.values():
-        site.patch(kind, "_attend", lambda self, *args, real=kind._attend: change(real(self, *args), self))
+    real = site.patch(WindowAttention, "_attend", lambda self, *args: change(real(self, *args), self))
 
 
 def windows(site: Site, change) -> None:
