@@ -162,7 +162,8 @@ def _prefill_table(prefills: Sequence[Prefill], machine: Machine, transformers: 
     lines = [
         "",
         f"Whole prompts, batch 1, in chunks of {prefills[0].chunk}, the fastest of five runs after the "
-        f"first. Floor: each part at {machine.bandwidth / 1e12:.2f} TB/s or {machine.matmul / 1e12:.0f} TFLOPS, whichever is longer.",
+        f"first. Floor: each part at {machine.bandwidth / 1e12:.2f} TB/s or "
+        f"{machine.matmul / 1e12:.0f} TFLOPS, whichever is longer.",
         "",
         "| tokens | ms | first run | tokens/s | ms a layer | floor | share | compiles | syncs | peak GB |",
         "|---:" * 10 + "|",
