@@ -3,32 +3,24 @@
 A layer's mathematics is written once, in `attention`, `indexer` and `compressor`. Wherever parts of it can share a
 launch, they are run through `step.parts`: `Separate` runs a part when it is asked for, so that hooks and replaced
 methods of every module see their own calls; `Together`, of a captured step, collects parts until a result is needed.
+
+Modules and caches that are given as `Any` are those whose parts these are: they import this module.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows, finish_entries
-from dsv4.model.module import composed, fuses
-
-if TYPE_CHECKING:
-    from dsv4.cache.layer import CompressorCache
-    from dsv4.cache.rows import Tokens
-    from dsv4.kernels.cache_rows import PackedRows
-    from dsv4.model.attention import GroupedLinear, WindowAttention
-    from dsv4.model.compressor import Compressor
-    from dsv4.model.indexer import LightningIndexer
-    from dsv4.model.linear import Linear
-    from dsv4.model.norms import RMSNorm
-    from dsv4.model.step import CapturedStep, Step
+from dsv4.model.module import Module, composed, fuses
 
 
 class Map(NamedTuple):
     """A linear map that an input will be given to. exact: as in `Linear.forward`."""
 
-    module: "Linear"
+    module: Module
     exact: bool = False
 
 
@@ -38,11 +30,11 @@ class Mapped:
     norm: a module that x passes through first, or None. A `Linear` takes it in place of a tensor.
     """
 
-    def __init__(self, op, x: torch.Tensor, norm: "RMSNorm | None", maps: Sequence[Map]):
+    def __init__(self, op, x: torch.Tensor, norm: Any, maps: Sequence[Map]):
         self._op, self._x, self._norm, self._maps = op, x, norm, tuple(maps)
         self._found: dict[Map, torch.Tensor] = {}
 
-    def of(self, module: "Linear", exact: bool) -> torch.Tensor:
+    def of(self, module: Module, exact: bool) -> torch.Tensor:
         """The result [N, O] of `module`, one of the maps."""
         if not self._found:
             norm, maps = self._norm, self._maps
@@ -68,7 +60,7 @@ class Separate:
         """x [N, K] in the form in which it is given to `maps`."""
         return x
 
-    def normed(self, op, x: torch.Tensor, norm: "RMSNorm", maps: Sequence[Map]) -> Input:
+    def normed(self, op, x: torch.Tensor, norm: Module, maps: Sequence[Map]) -> Input:
         """norm(x) in the form in which it is given to `maps`."""
         return norm(x)
 
@@ -76,11 +68,11 @@ class Separate:
         """The composition `query_heads`: [N, H, D], to be read after `finish`."""
         return composed(op, "query_heads")(q, cis, eps)
 
-    def window(self, attn: "WindowAttention", x: Input, step: "Step", rows: "Tokens") -> "torch.Tensor | PackedRows":
+    def window(self, attn: Any, x: Input, step: Any, rows: Any) -> torch.Tensor | PackedRows:
         """Write the latent of each token to the window; the pool to be read after `finish`."""
         return rows.extend(step, attn.latent(x, step))
 
-    def entries(self, compressor: "Compressor", raw: torch.Tensor, step: "Step", cache: "CompressorCache") -> None:
+    def entries(self, compressor: Any, raw: torch.Tensor, step: Any, cache: Any) -> None:
         """Store raw rows fp32 [N, 2·c·D]; pool and store the entries of the windows that end here."""
         found = cache.completed(step, raw, compressor.ape)
         if found is None:
@@ -97,18 +89,18 @@ class Separate:
 
     def index_heads(
         self,
-        indexer: "LightningIndexer",
+        indexer: Any,
         x: Input,
         qr: Input,
-        step: "Step",
+        step: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Index queries [N, H, D] and scaled head weights fp32 [N, H]. All that was asked for before is then done."""
         return indexer.queries(qr, step), indexer.weights_proj(x).float() * indexer.scale
 
-    def finish(self, op, step: "Step") -> None:
+    def finish(self, op, step: Any) -> None:
         """Do all that was asked for."""
 
-    def project_heads(self, op, o: torch.Tensor, cis: torch.Tensor, wo_a: "GroupedLinear", groups: int) -> torch.Tensor:
+    def project_heads(self, op, o: torch.Tensor, cis: torch.Tensor, wo_a: Any, groups: int) -> torch.Tensor:
         """o [N, H, D], rotated by cis, through wo_a: [N, G·R]."""
         return wo_a(op.rotate(o, cis.unsqueeze(1)).view(len(o), groups, -1)).flatten(1)
 
@@ -156,7 +148,7 @@ class Together(Separate):
         if self._heads is not None:
             self._run(op, step)
 
-    def _run(self, op, step: "CapturedStep") -> tuple[torch.Tensor, ...]:
+    def _run(self, op, step: Any) -> tuple[torch.Tensor, ...]:
         """Launch what was collected; returns the results of `attention_inputs`."""
         assert self._heads is not None and self._latents is not None, "queries and latents come before what needs them"
         (q, cis, eps), latents, index, windows = self._heads, self._latents, self._index, tuple(self._windows)
