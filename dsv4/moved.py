@@ -17,13 +17,17 @@ ROOMS = {  # room → the modules that lay in dsv4/ itself
     "cache": "paging prefixes rows sequence streams page_tables paged_view",
     "commands": "demo help inspection options tables terminal cli",
     "engine": "generate",
-    "model": "arguments attention block causal chat compressor config config_keys dummy hyper_connections indexer "
-    "linear load module moe mtp norms numerics offload rope step tokenizer gqa",
+    "model": "arguments attention block causal chat config config_keys dummy linear load module moe mtp numerics "
+    "offload rope step tokenizer gqa",
     "runtime": "capture gpus graph memory planning threads timing user_kernels",
 }
 MOVED = {f"dsv4.{name}": f"dsv4.{room}.{name}" for room, names in ROOMS.items() for name in names.split()} | {
     "dsv4.checkpoint_commands": "dsv4.commands.checkpoint",
     "dsv4.cost_model.cli": "dsv4.commands.regime",
+    "dsv4.compressor": "dsv4.model.attention",
+    "dsv4.indexer": "dsv4.model.attention",
+    "dsv4.norms": "dsv4.model.linear",
+    "dsv4.hyper_connections": "dsv4.model.block",
     "dsv4.engine.command": "dsv4.commands.batch",
     "dsv4.host_tier": "dsv4.cache.host_tier",
     "dsv4.paged_cache": "dsv4.cache.paged",

@@ -2,10 +2,10 @@
 
     python scripts/measure_walks.py [CHECKPOINT] [--backend reference] [--list]
 
-Each walk is of a greedy request of CHECKPOINT (default: demo) between its tenth and its twentieth token, so that windows
-of every kind complete meanwhile. plain: `generate`. speculative: `generate_speculative` with the MTP block. paged: two
-requests of a `BatchEngine`. rounds: `generate_on_device`, whose captured steps run on a CPU as they are. Lambdas and
-comprehensions belong to the function that holds them.
+Each walk is of a greedy request of CHECKPOINT (default: demo) between its tenth and its twentieth token, so that
+windows of every kind complete meanwhile. plain: `generate`. speculative: `generate_speculative` with the MTP block.
+paged: two requests of a `BatchEngine`. rounds: `generate_on_device`, whose captured steps run on a CPU as they are.
+Lambdas and comprehensions belong to the function that holds them.
 """
 
 import argparse

@@ -3,21 +3,22 @@
 One shared latent serves as key and value (K = V), 512 wide in V4. Every layer reads the last
 `sliding_window` tokens raw; a CSA layer also the entries its indexer selects, an HCA layer also
 every visible entry. Recent tokens are seen both raw and compressed.
+
+Compressors project each token to a row (kv, gate), add the learned position bias `ape` to the gate, and pool the rows
+of a window of `ratio` tokens into one entry by a softmax per channel, in fp32 (eqs. 9–12 for CSA, 20–23 for HCA). They
+differ in width and in what a number format does to their entries: `MainCompressor` makes the KV entries that attention
+reads, `IndexerKeyCompressor` the keys that the lightning indexer scores (eqs. 13–17).
 """
 
 import torch
 
-from dsv4.cache.layer import LayerCache
+from dsv4.cache.layer import CompressorCache, LayerCache
 from dsv4.errors import MissingSelection
-from dsv4.kernels.fusions.compositions import KV_BLOCK
-from dsv4.model.compressor import MainCompressor
+from dsv4.kernels.fusions.compositions import KV_BLOCK, pool_windows
 from dsv4.model.config import ModelConfig
-from dsv4.model.indexer import LightningIndexer
-from dsv4.model.linear import Linear, parameter
-from dsv4.model.module import Module, fuses
-from dsv4.model.norms import RMSNorm
+from dsv4.model.linear import Linear, RMSNorm, parameter
+from dsv4.model.module import Input, Map, Module, composed, fuses
 from dsv4.model.numerics import Numerics
-from dsv4.model.parts import Input, Map
 from dsv4.model.spec import LayerKind, LayerSpec
 from dsv4.model.step import Step
 
@@ -49,7 +50,7 @@ class WindowAttention(Module):
         self.wo_b = Linear(c.hidden_size, c.o_groups * c.o_lora_rank, store("wo_b"), numerics, op)
         self.spec, self.ratio, self.base = spec, spec.ratio, spec.rope
         self.scale, self.eps = c.softmax_scale, c.rms_norm_eps
-        self.numerics, self.op = numerics, op
+        self.numerics, self.simulate_kv, self.op = numerics, numerics.simulate_kv, op
         self.path: dict = {}
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -78,9 +79,9 @@ class WindowAttention(Module):
         """x [N, d] → each token's key and value [N, D], rotated; through FP8 in simulated numerics."""
         kv, cis = self.wkv(x), step.cis(self.base)
         if fuses(self.op, "latent", self.kv_norm):
-            return self.op.latent(kv, self.kv_norm.weight, self.kv_norm.eps, cis, self.numerics.simulate_kv)
+            return self.op.latent(kv, self.kv_norm.weight, self.kv_norm.eps, cis, self.simulate_kv)
         kv = self.op.rotate(self.kv_norm(kv), cis)
-        return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.numerics.simulate_kv else kv
+        return self.op.simulate_fp8_blocks(kv, KV_BLOCK, self.rope) if self.simulate_kv else kv
 
     def remember(self, x: torch.Tensor, step: Step, cache: LayerCache) -> None:
         """x [N, d] (normalised): write to a window-only cache what `forward` would write, without attention."""
@@ -175,6 +176,100 @@ class HCAAttention(WindowAttention):
             q, window, window_index, entries, step.visible(self.ratio), self.attn_sink, self.scale, complete
         )
         return o.view(step.N, self.H, self.D)
+
+
+class Compressor(Module):
+    """Raw rows → entries [D].
+
+    wkv_gate [2·c·D, d] (wkv over wgate), ape fp32 [ratio, c·D], norm [D], where c = 2 for CSA: a token's
+    columns [:D] belong to the entry of the *next* window and [D:] to that of its own; c = 1 for HCA.
+    simulation: what `finish_entries` simulates. Not `simulate`, which says of a matrix that its input is rounded.
+    """
+
+    def __init__(
+        self, config: ModelConfig, spec: LayerSpec, width: int, simulation: str | None, numerics: Numerics, store, op
+    ):
+        super().__init__()
+        self.ratio, self.overlap, self.base, self.simulation = spec.ratio, spec.overlap, spec.rope, simulation
+        rows = 2 * self.overlap * width
+        self.wkv_gate = Linear(rows, config.hidden_size, store("wkv"), numerics, op, stacked=("wkv", "wgate"))
+        self.ape = parameter(self.ratio, self.overlap * width)
+        self.norm = RMSNorm(width, config.rms_norm_eps, store("norm").dtype, op)
+        self.op, self.numerics = op, numerics
+
+    def forward(self, x: Input, step: Step, cache: CompressorCache) -> None:
+        """x [N, d]: store the rows; pool and store the entries of the windows that end here."""
+        step.parts.entries(self, self.wkv_gate(x, exact=True), step, cache)
+
+    def pooled(self, pool: torch.Tensor, rows: torch.Tensor, step: Step) -> torch.Tensor:
+        """fp32 [M, D] of the windows that the step completes; pool, rows: of `CompressorCache.completed`."""
+        return pool_windows(self.op, pool, rows, self.overlap)
+
+
+class MainCompressor(Compressor):
+    """KV entries [head_dim] of CSA (overlapping windows) and HCA (disjoint windows)."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+        super().__init__(config, spec, config.head_dim, "kv" if numerics.simulate_kv else None, numerics, store, op)
+
+
+class IndexerKeyCompressor(Compressor):
+    """Index keys [index_head_dim]; overlapping windows, own weights, own width. In simulated numerics keys pass through
+    a Hadamard transform and FP4."""
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+        simulation = "key" if numerics.simulate_index else None
+        super().__init__(config, spec, config.index_head_dim, simulation, numerics, store, op)
+
+
+class LightningIndexer(Module):
+    """score(t, e) = Σ_h w[t,h] · relu(qI[t,h] · kI[e]); the best index_topk visible entries win.
+
+    wq_b [H·D, q_lora_rank] makes the index queries from the layer's low-rank query, weights_proj
+    [H, d] the head weights, scaled by D^−0.5 · H^−0.5. One key an entry serves all heads.
+    """
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+        super().__init__()
+        self.H, self.D, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.wq_b = Linear(self.H * self.D, config.q_lora_rank, store("wq_b"), numerics, op)
+        self.weights_proj = Linear(self.H, config.hidden_size, store("weights_proj"), numerics, op)
+        self.compressor = IndexerKeyCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
+        self.scale = self.D**-0.5 * self.H**-0.5
+        self.ratio, self.base, self.simulate_index, self.op = spec.ratio, spec.rope, numerics.simulate_index, op
+
+    def forward(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor:
+        """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible.
+
+        k = min(index_topk, entries visible to the last query). The step's keys are written first: a
+        query at the last token of a window sees that window's entry.
+        """
+        self.compressor(x, step, cache.index)
+        if not self.chooses(step):
+            return cache.index.entries.all_visible(step)
+        if "select_entries" in self.op.fused:
+            return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk)
+        scores = self.scores(x, qr, step, cache)
+        return self.op.topk_entries(scores, self.topk)
+
+    def chooses(self, step: Step) -> bool:
+        """Whether there may be more visible entries than are selected; otherwise nothing needs scores."""
+        return step.max_visible(self.ratio) > self.topk
+
+    def scores(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor:
+        """Index scores fp32 [B, T, n] over the entries visible to the last query, −inf where invisible."""
+        return self.op.index_scores(*self.scored(x, qr, step, cache))
+
+    def scored(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> tuple:
+        """The inputs of the scores: queries [B, T, H, D], head weights fp32 [B, T, H], keys of a batch, visible int64
+        [B, T]."""
+        q, weights = (t.view(step.B, step.T, *t.shape[1:]) for t in step.parts.index_heads(self, x, qr, step))
+        return q, weights, cache.index.entries.visible(step), step.visible(self.ratio)
+
+    def queries(self, qr: Input, step: Step) -> torch.Tensor:
+        """Index queries [N, H, D], rotated; in simulated numerics through Hadamard and FP4 like the keys."""
+        q = self.wq_b(qr).view(step.N, self.H, self.D)
+        return composed(self.op, "index_queries")(q, step.cis(self.base), self.simulate_index)
 
 
 class GroupedLinear(Linear):

@@ -26,13 +26,12 @@ from dsv4.model.arguments import (
     kind,
     new_counts,
 )
-from dsv4.model.block import Block, merged
+from dsv4.model.block import Block, HyperHead, merged
 from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
 from dsv4.model.config import ModelConfig
-from dsv4.model.hyper_connections import HyperHead
+from dsv4.model.linear import RMSNorm
 from dsv4.model.module import fuses
 from dsv4.model.mtp import MTPBlock
-from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
 from dsv4.model.rope import frequencies
 from dsv4.model.step import CapturedStep, Step

@@ -1,4 +1,4 @@
-"""A weight matrix as stored: dense, FP8 blocks, MXFP4 or NVFP4."""
+"""Modules that own a weight: matrices as stored (dense, FP8 blocks, MXFP4 or NVFP4), and norms."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,8 @@ from torch import nn
 
 from dsv4.errors import UnsupportedInput
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
-from dsv4.model.module import Module
+from dsv4.model.module import Mapped, Module
 from dsv4.model.numerics import Numerics
-from dsv4.model.parts import Mapped
 
 
 @dataclass(frozen=True)
@@ -95,3 +94,16 @@ class Linear(Matrix):
         if exact:
             return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
         return self.op.linear(x, self.packed(), self.simulate)
+
+
+class RMSNorm(Module):
+    """y = w · x · rsqrt(mean(x²) + eps), fp32 inside, one cast at the end."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype, op):
+        super().__init__()
+        self.weight = parameter(dim, dtype=dtype)
+        self.eps, self.op = eps, op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., dim] → same shape and dtype."""
+        return self.op.rms_norm(x, self._parameters["weight"], self.eps)

@@ -4,12 +4,10 @@ import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.cache.layer import LayerCache
-from dsv4.model.block import Block
+from dsv4.model.block import Block, HyperHead
 from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
-from dsv4.model.hyper_connections import HyperHead
-from dsv4.model.linear import Linear
-from dsv4.model.norms import RMSNorm
+from dsv4.model.linear import Linear, RMSNorm
 from dsv4.model.numerics import Numerics
 from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step

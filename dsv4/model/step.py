@@ -16,7 +16,7 @@ import torch
 from dsv4.errors import UnsupportedInput
 from dsv4.kernels.fusions.compositions import Kept
 from dsv4.kernels.rope import rotation
-from dsv4.model.parts import Separate, Together
+from dsv4.model.module import Separate, Together
 
 
 class Step:

@@ -9,7 +9,7 @@ from dsv4.cache import streams as sizes
 from dsv4.cache.cache import Cache
 from dsv4.cache.layer import CompressorCache
 from dsv4.cache.rows import Entries, Linear
-from dsv4.model.compressor import Compressor
+from dsv4.model.attention import Compressor
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.configuration import effective

@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.model.attention import CSAAttention
-from dsv4.model.compressor import IndexerKeyCompressor
-from dsv4.model.indexer import LightningIndexer
+from dsv4.model.attention import CSAAttention, IndexerKeyCompressor, LightningIndexer
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.masks import over_the_window
 

@@ -9,7 +9,7 @@ import torch
 from dsv4.kernels.rope import inverse_frequencies, rotation
 from dsv4.model import deepseek_v4 as models
 from dsv4.model import step as steps
-from dsv4.model.compressor import IndexerKeyCompressor
+from dsv4.model.attention import IndexerKeyCompressor
 from dsv4.model.config import Yarn
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation

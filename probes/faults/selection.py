@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.cache.rows import Entries
-from dsv4.model.indexer import LightningIndexer
+from dsv4.model.attention import LightningIndexer
 from dsv4.probes.faults import Site, mutation
 
 STALE = 3  # an entry that a buffer nobody cleared still names

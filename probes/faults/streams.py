@@ -2,9 +2,8 @@
 
 import torch
 
-from dsv4.model.block import Block
+from dsv4.model.block import Block, HyperConnection
 from dsv4.model.deepseek_v4 import Model
-from dsv4.model.hyper_connections import HyperConnection
 from dsv4.probes.faults import Site, mutation
 
 

@@ -7,8 +7,8 @@ from dsv4.model.gqa.cache import LayerRows, Summaries
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.gqa.projection import Projection, maps
+from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module
-from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
 

@@ -21,8 +21,8 @@ from dsv4.model.gqa.layout import GroupedLayout, StagedGroupedLayout
 from dsv4.model.gqa.prefill import append_chunks
 from dsv4.model.gqa.projection import Projection, maps
 from dsv4.model.gqa.rope import frequencies
+from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module, fuses
-from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import CapturedStep, Step
 

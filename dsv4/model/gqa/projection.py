@@ -2,9 +2,8 @@
 
 import torch
 
-from dsv4.model.linear import Linear, Storage, parameter
+from dsv4.model.linear import Linear, RMSNorm, Storage, parameter
 from dsv4.model.module import fuses
-from dsv4.model.norms import RMSNorm
 from dsv4.model.numerics import Numerics
 
 
