@@ -11,7 +11,7 @@ from types import MappingProxyType
 from dsv4.errors import InputError
 from dsv4.kernels.replacing import Replacement
 from dsv4.model.numerics import NUMERICS
-from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, available, execute, left_out, probe_named
+from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, execute, left_out, probe_named
 from dsv4.probes.report import json_report
 from dsv4.probes.report.difference import difference
 from dsv4.probes.report.document import Report, Section
@@ -105,10 +105,10 @@ def audit(
     command: list[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Run the named probes (all that exist if empty) and report.
+    """Run the named probes (the whole catalogue if empty) and report.
 
-    budget: seconds; a probe that would begin after it is VACUOUS, not silently left out, and so is one of the catalogue
-    that does not exist yet. Probes that do not apply to such a model are left out, with the reason in the report.
+    budget: seconds; a probe that would begin after it is VACUOUS, not silently left out. Probes that do not apply to
+    such a model are left out, with the reason in the report.
     """
     with limited_threads(subject.config.hidden_size):
         return _audit(subject, names, seed, effort, budget, command, say)
@@ -125,12 +125,6 @@ def _audit(
 ) -> Report:
     started, sections, others = time.time(), [], {}
     for name in names or (*CATALOGUE, *(beside for beside, can in BESIDE.items() if can in subject.can)):
-        if name not in available():
-            probe_named(name) if names else None  # raises for an unknown name
-            sections.append(
-                Section(name, name.replace("_", " "), [vacuous(name, "this probe does not exist yet")], 0.0)
-            )
-            continue
         probe: Probe = probe_named(name)(seed=seed, effort=effort)
         if why := left_out(probe, subject):
             others[name] = why

@@ -1,15 +1,18 @@
 """The definition of a probe, and how one runs.
 
 A probe is one small file with one dataclass: `name` (that of the file), `title`, `needs` (capabilities of a subject,
-see `dsv4.probes.subject.CAPABILITIES`) and `run(subject) -> list[Check]`. Beside it lies `<name>.md`: what it measures,
-the public bug behind it, and where its thresholds come from.
+see `dsv4.probes.subject.CAPABILITIES`) and `run(subject) -> list[Check]`. Its docstring begins with its number in the
+catalogue ("P5: …"), which finds the file by it. Beside it lies `<name>.md`: what it measures, the public bug behind it,
+and where its thresholds come from.
 """
 
 import importlib
 import importlib.util
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import ClassVar
 
 from dsv4.kernels.errors import Dsv4Error
@@ -17,43 +20,22 @@ from dsv4.probes import families
 from dsv4.probes.result import Check, Status, vacuous
 from dsv4.probes.subject import Subject
 
-CATALOGUE = (  # in the order of the catalogue: P1 to P16, and P18 to P32 (P17 is beside it)
-    "load_ledger",
-    "config_ledger",
-    "format_decode",
-    "dtype_ledger",
-    "rope",
-    "index_oracle",
-    "schedules",
-    "influence",
-    "edges",
-    "backend_matrix",
-    "poison",
-    "isolation",
-    "moe_edges",
-    "rollback",
-    "memory_map",
-    "mhc",
-    "captured",
-    "grafting",
-    "speculation",
-    "decoder",
-    "sparse_reading",
-    "termination",
-    "chunked_prefill",
-    "host_tier",
-    "cost_model",
-    "verification",
-    "engine_drafts",
-    "tiles",
-    "placement",
-    "draft_depth",
-    "fresh_process",
-)
+NUMBER = re.compile('"""P([0-9]+): ')  # how a file of the catalogue begins
 BESIDE = {  # probes of one kind of subject, and the capability of that kind; the others need a model that runs
     "recorded": "recorded",
     "training": "training",
 }
+
+
+def numbered(folder: Path) -> dict[str, int]:
+    """Names of the files of a folder that begin with a probe's number, in the order of the numbers. The files are not
+    imported."""
+    begins = {file.stem: NUMBER.match(file.read_text(encoding="utf-8")) for file in folder.glob("*.py")}
+    found = {name: int(number[1]) for name, number in begins.items() if number}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+CATALOGUE = tuple(name for name in numbered(Path(__file__).parent / "catalogue") if name not in BESIDE)
 
 
 @dataclass(frozen=True)
@@ -77,10 +59,8 @@ class Probe:
 
 
 def available() -> list[str]:
-    """Names of the catalogue, and of the additional probes, whose files exist."""
-    return [
-        name for name in (*CATALOGUE, *BESIDE) if importlib.util.find_spec(f"dsv4.probes.catalogue.{name}") is not None
-    ]
+    """Names of the catalogue, and of the additional probes."""
+    return [*CATALOGUE, *BESIDE]
 
 
 def probe_named(name: str) -> type[Probe]:

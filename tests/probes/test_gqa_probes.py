@@ -26,30 +26,16 @@ from dsv4.probes.subject import GQA_POINTS
 from tests.gqa import oracle as theirs
 
 OF_CACHES = {"sparse_reading", "termination", "chunked_prefill"}  # of GQA models alone, as decoder is
-APPLY = {
-    *OF_CACHES,
-    "host_tier",
-    "cost_model",
-    "load_ledger",
-    "config_ledger",
-    "dtype_ledger",
-    "rope",
-    "schedules",
-    "influence",
-    "backend_matrix",
-    "poison",
-    "isolation",
-    "rollback",
-    "memory_map",
-    "captured",
-    "grafting",
-    "decoder",
-    "verification",
-    "engine_drafts",
-    "tiles",
-    "draft_depth",
-    "fresh_process",
+LACKS = {
+    "edges",
+    "format_decode",
+    "index_oracle",
+    "mhc",
+    "moe_edges",
+    "placement",
+    "speculation",
 }
+APPLY = set(CATALOGUE) - LACKS
 # green in `make test` by test_sparse_probes, test_bill_probe, test_grafting and test_tile_probes
 GREEN_ELSEWHERE = {*OF_CACHES, "host_tier", "cost_model", "grafting", "fresh_process"}
 
