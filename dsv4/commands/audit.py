@@ -104,6 +104,9 @@ def selftest_audit(
     ] = None,
     section: Annotated[str | None, typer.Option(help="Only this section of the list of known bugs, e.g. 1.3.")] = None,
     name: Annotated[str | None, typer.Option(help="Only mutations with this text in their name.")] = None,
+    probe: Annotated[
+        str | None, typer.Option(help="Only mutations that this probe should name, and no other probe is asked.")
+    ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Only the first mutation of each section.")] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)
@@ -128,7 +131,7 @@ def selftest_audit(
             if not bar.console.is_terminal:
                 say(f"{int(bar.tasks[0].completed):4} of {of}  {detection.result_line(result)}")
 
-        raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done, journal))
+        raise typer.Exit(detection.run(out, section, name, fast, jobs, backend, device, say, done, journal, probe))
 
 
 @audit_app.command("bisect")

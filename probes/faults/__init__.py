@@ -2,17 +2,19 @@
 
 A mutation is a function of a `Site`, registered with @mutation. It damages the site's private copy of a checkpoint, or
 patches the code of the model, a kernel, a cache or the loader, or changes the loaded subject. Files of this folder
-follow the sections of the list of known bugs; `catalogue()` has them all. `dsv4.probes.selftest.run` plants them one by
-one and runs the probes.
+follow the sections of the list of known bugs, and the first of a section has its title (`SECTION`). `catalogue()` has
+all mutations, `sections()` the titles. `dsv4.probes.selftest.run` plants them one by one and runs the probes.
 """
 
 import importlib
 import pkgutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dsv4.kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
@@ -110,7 +112,8 @@ class Mutation:
     model.
 
     parts: words of which a finding must name one (in its part, where or name) to have found this fault and not just
-    some symptom; probes: those that are asked first, for speed (the others follow); numerics, profile, caches: of the
+    some symptom; probes: those that are asked first, for speed (the others follow), and of them first the one that
+    should name it; numerics, profile, caches: of the
     subject it is planted in (caches: formats of the main cache and of the index keys); backend: 'training' or 'cpu' for
     a fault that only this backend can have, planted in host memory; '' for the backend that is asked for.
     """
@@ -158,6 +161,26 @@ def mutation(
 
 def catalogue() -> list[Mutation]:
     """All mutations, in order of section and then of the files."""
-    for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
-    return sorted(_REGISTERED.values(), key=lambda m: [int(part) for part in m.section.split(".")])
+    _modules()
+    return sorted(_REGISTERED.values(), key=lambda m: _numbers(m.section))
+
+
+def sections() -> dict[str, str]:
+    """Number → title of the sections, in their order: what the files have as `SECTION`. Raises Dsv4Error for two titles
+    of one number."""
+    titles = [module.SECTION for module in _modules() if hasattr(module, "SECTION")]
+    twice = [number for number, n in Counter(number for number, _ in titles).items() if n > 1]
+    if twice:
+        raise Dsv4Error(
+            f"section {twice[0]} has a title in two files of probes/faults; expected one SECTION of a number"
+        )
+    return dict(sorted(titles, key=lambda title: _numbers(title[0])))
+
+
+def _modules() -> list[ModuleType]:
+    return [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+
+
+def _numbers(section: str) -> list[int]:
+    """'1.10' → [1, 10]."""
+    return [int(part) for part in section.split(".")]

@@ -14,6 +14,8 @@ from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.compression import given
 
+SECTION = "1.10", "Addressing, caching, concurrency, graphs"
+
 
 def stored_at(site: Site, slot_of) -> None:
     """Entries are written to slot_of(slots int64 [n], buffer [batch, entries, width]); negative: not at all."""

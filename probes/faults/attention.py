@@ -8,6 +8,8 @@ from dsv4.model.attention import GroupedLinear, WindowAttention
 from dsv4.model.config import ModelConfig
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.7", "Attention core, sink, output projection"
+
 CORES = ("sparse_attention", "hca_attention")
 
 

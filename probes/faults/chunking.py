@@ -13,6 +13,8 @@ from dsv4.model.gqa.cache import LayerRows
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.17", "Chunked sparse prefill"
+
 CHUNKS = dict(probes=("chunked_prefill",), profile="qwen2")
 
 

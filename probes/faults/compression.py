@@ -14,6 +14,8 @@ from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.configuration import effective
 
+SECTION = "1.4", "Compressor"
+
 
 def pooled(site: Site, change: Callable) -> None:
     """What both compressors pool fp32 [M, D] is change(compressor, step, pooled)."""

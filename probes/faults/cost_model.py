@@ -9,6 +9,8 @@ from dsv4.kernels.cache_rows import pack_layout
 from dsv4.model.spec import LayerKind
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.19", "The cost model of a decode step"
+
 GROUPED = dict(probes=("cost_model",), profile="qwen2")
 LATENT = dict(probes=("cost_model",))
 PACKED = dict(probes=("cost_model",), numerics="qat", caches=("fp8", "fp4"))

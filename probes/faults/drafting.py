@@ -7,6 +7,8 @@ from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.catalogue import isolation, rollback, schedules
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.11", "MTP, parallelism, the harness"
+
 
 def of_the_block(site: Site, change) -> None:
     """change(MTP block, model) once it is loaded."""

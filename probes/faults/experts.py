@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from dsv4.model.moe import Experts, Gate, MoE
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.9", "Experts"
+
 
 def routing(site: Site, scores=None, chosen=None, weights=None, hashed=True) -> None:
     """Both routing operations by other scores(logits), chosen(scores, bias, k) or weights(picked, their bias,

@@ -11,6 +11,8 @@ from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.configuration import stated
 from dsv4.probes.faults.loading import rewritten
 
+SECTION = "1.2", "Number formats and dtypes"
+
 # leaves that are fp32 on disk, of modules that are no matrices
 ISLANDS = ("attn_sink", "ape", "bias", "fn", "base", "scale")
 

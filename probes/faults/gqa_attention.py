@@ -14,6 +14,8 @@ from dsv4.model.gqa.rope import Rope
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.14", "GQA models"
+
 ROTATED = ("rotation of queries", "RoPE")
 
 

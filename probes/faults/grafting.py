@@ -10,6 +10,8 @@ from dsv4.cache.paging import BLOCK, NOWHERE, PagePool
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.12", "Pages and borrowed prefixes"
+
 
 def after_graft(site: Site, change) -> None:
     """change(cache, b, snapshot) follows each graft of row b."""

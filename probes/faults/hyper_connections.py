@@ -4,6 +4,8 @@ import torch
 
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.8", "Hyper-connections"
+
 SINKHORN = ("Sinkhorn", "mHC comb")
 
 

@@ -8,6 +8,8 @@ from dsv4.model.attention import CSAAttention, IndexerKeyCompressor, LightningIn
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.masks import over_the_window
 
+SECTION = "1.5", "Indexer scoring"
+
 INF = float("inf")
 
 

@@ -16,6 +16,8 @@ from dsv4.model import official, parameters
 from dsv4.model.config import ModelConfig
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.1", "Weight loading, key mapping, configuration"
+
 KEYS = r"(layers\.\d+\.attn)\.indexer\.compressor\."
 
 

@@ -14,6 +14,8 @@ from dsv4.model.config import Yarn
 from dsv4.model.step import Step
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.3", "RoPE and YaRN"
+
 
 def halves(real: Callable) -> Callable:
     """Rotation of dims j and j + R/2 as a pair."""

@@ -6,6 +6,8 @@ from dsv4.cache.rows import Entries
 from dsv4.model.attention import LightningIndexer
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.6", "Top-k, sentinels, masks"
+
 STALE = 3  # an entry that a buffer nobody cleared still names
 
 

@@ -11,6 +11,8 @@ from dsv4.kernels.block_choice import reference
 from dsv4.model.gqa.attention import SelfAttention
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.15", "Block gather-decode"
+
 READING = dict(probes=("sparse_reading",), profile="qwen2")
 
 

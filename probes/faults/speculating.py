@@ -13,6 +13,8 @@ from dsv4.speculation.draft import MTPDrafter
 from dsv4.speculation.loop import _Batch
 from dsv4.speculation.rounds import Rounds
 
+SECTION = "1.13", "Speculative decoding"
+
 
 def kept_rows(site: Site, ring_of) -> None:
     """Rows of a ring of the main model that were written once are not written again by shorter steps: what was rejected

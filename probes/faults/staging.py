@@ -7,6 +7,8 @@ import torch
 from dsv4.kernels.staging import SlotTable
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.18", "Caches in host memory"
+
 TIER = dict(probes=("host_tier",), profile="qwen2")
 
 

@@ -11,6 +11,8 @@ from dsv4.kernels.grouped_attention import reference as dense
 from dsv4.kernels.grouped_attention.termination import newest_first
 from dsv4.probes.faults import Site, mutation
 
+SECTION = "1.16", "Run-time termination"
+
 STOPPING = dict(probes=("termination",), profile="qwen2")
 
 

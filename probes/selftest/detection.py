@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -17,10 +17,10 @@ import torch
 from dsv4.errors import InputError
 from dsv4.probes.audit import open_subject
 from dsv4.probes.catalogue.backend_matrix import BackendMatrix
-from dsv4.probes.faults import Mutation, catalogue
+from dsv4.probes.faults import Mutation, catalogue, sections
 from dsv4.probes.faults import profile as profiles
 from dsv4.probes.machine import usable_processors
-from dsv4.probes.probe import available
+from dsv4.probes.probe import available, probe_named
 from dsv4.probes.report import json_report, words
 from dsv4.probes.report.files import write_files
 from dsv4.probes.report.markdown import escape, fence, table
@@ -42,27 +42,6 @@ a FAIL or ERROR names the part that is at fault; probes are not told what is pla
 sound
 subject's checks that the mutation's words match: how often just any red check would have counted."""
 MOST_TEXT = 160  # characters of a note in a cell; the JSON has all
-SECTIONS = {  # of the list of known bugs
-    "1.1": "Weight loading, key mapping, configuration",
-    "1.2": "Number formats and dtypes",
-    "1.3": "RoPE and YaRN",
-    "1.4": "Compressor",
-    "1.5": "Indexer scoring",
-    "1.6": "Top-k, sentinels, masks",
-    "1.7": "Attention core, sink, output projection",
-    "1.8": "Hyper-connections",
-    "1.9": "Experts",
-    "1.10": "Addressing, caching, concurrency, graphs",
-    "1.11": "MTP, parallelism, the harness",
-    "1.12": "Pages and borrowed prefixes",
-    "1.13": "Speculative decoding",
-    "1.14": "GQA models",
-    "1.15": "Block gather-decode",
-    "1.16": "Run-time termination",
-    "1.17": "Chunked sparse prefill",
-    "1.18": "Caches in host memory",
-    "1.19": "The cost model of a decode step",
-}
 
 
 @dataclass
@@ -95,16 +74,20 @@ class Matrix:
         return chance(m, texts)
 
 
-def select(section: str | None = None, name: str | None = None, fast: bool = False) -> list[Mutation]:
-    """Mutations of one section, with a text in their name, or (fast) the first of each section. Raises InputError for
-    none."""
+def select(
+    section: str | None = None, name: str | None = None, fast: bool = False, probe: str | None = None
+) -> list[Mutation]:
+    """Mutations of one section, with a text in their name, that one probe should name, or (fast) the first of each
+    section. Raises InputError for none, and Dsv4Error for a probe that is unknown."""
+    aimed = probe and probe_named(probe).name
     found = [m for m in catalogue() if section in (None, m.section) and (name or "").casefold() in m.name.casefold()]
+    found = [m for m in found if aimed in (None, *m.probes[:1])]
     if fast:
         found = [next(group) for _, group in groupby(found, key=lambda m: m.section)]
     if not found:
         raise InputError(
-            f"no mutation is of section {section or 'any'} with {name or 'anything'!r} in its name; sections are "
-            f"{', '.join(sorted({m.section for m in catalogue()}, key=lambda s: int(s[2:])))}"
+            f"no mutation is of section {section or 'any'} with {name or 'anything'!r} in its name, for "
+            f"{probe or 'any'} probe to name; sections are {', '.join(sections())}"
         )
     return found
 
@@ -124,7 +107,7 @@ def selftest(
     begun, backend = time.time(), bench.resolved
     tasks = [*mutations, *settings(mutations, backend, selection == "all")]
     with tempfile.TemporaryDirectory(prefix="dsv4-profiles-") as folder:
-        bench = Bench(Path(folder), backend, bench.device)
+        bench = replace(bench, profiles=Path(folder), backend=backend)
         for name in profiles.NAMES:
             profiles.write(bench.profiles / name, name)
         # or it cannot run at all
@@ -162,12 +145,14 @@ def run(
     say: Callable[[str], None],
     done: Callable[[Outcome | Clean, int], None],
     journal: Path | None = None,
+    probe: str | None = None,
 ) -> int:
-    """`dsv4 audit selftest`: the exit code (0 all caught and green, 1 gaps or false alarms)."""
-    chosen = {"section": section, "name": name, "fast": fast or None}
+    """`dsv4 audit selftest`: the exit code (0 all caught and green, 1 gaps or false alarms). probe: only mutations that
+    it should name, and no other probe runs."""
+    chosen = {"section": section, "name": name, "fast": fast or None, "probe": probe}
     selection = ", ".join(f"{key} {value}" for key, value in chosen.items() if value) or "all"
-    bench, jobs = Bench(Path(), backend, device), jobs or usable_processors()
-    matrix = selftest(select(section, name, fast), bench, jobs, selection, done=done, journal=journal)
+    bench, jobs = Bench(Path(), backend, device, probe), jobs or usable_processors()
+    matrix = selftest(select(section, name, fast, probe), bench, jobs, selection, done=done, journal=journal)
     for line in summary(matrix):
         say(line)
     if out is not None:
@@ -306,8 +291,9 @@ def markdown(matrix: Matrix) -> str:
         _clean(matrix),
         "## Mutations",
     ]
+    titles = sections()
     for section, group in groupby(matrix.outcomes, key=lambda o: o.mutation.section):
-        parts += [f"### {section} {SECTIONS.get(section, '')}", _rows(matrix, list(group))]
+        parts += [f"### {section} {titles.get(section, '')}", _rows(matrix, list(group))]
     rows = [[escape(key), escape(value)] for key, value in words.flat(matrix.provenance) if key != "command" and value]
     parts += ["## Provenance", fence(str(matrix.provenance.get("command", ""))), table(["", ""], rows)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -45,11 +45,17 @@ BLUNDER = re.compile("same device|two devices|got a tensor on cpu")
 
 @dataclass(frozen=True)
 class Bench:
-    """Where faults are planted: the folder of the profiles, and how subjects are opened."""
+    """Where faults are planted: the folder of the profiles, and how subjects are opened. probe: the only one that is
+    asked; None: all."""
 
     profiles: Path
     backend: str = "auto"
     device: str = "cpu"
+    probe: str | None = None
+
+    @property
+    def probes(self) -> list[str]:
+        return available() if self.probe is None else [self.probe]
 
     def where(self, backend: str) -> tuple[str, str]:
         """(backend, device) of a subject: a fault of a backend by name is planted in host memory, where the training
@@ -165,7 +171,7 @@ def _found(mutation: Mutation, site: Site, bench: Bench) -> Found:
     except Exception as error:
         return Found(note=f"it could not be planted: {said(error)}")
     found = Found()
-    for name in order(mutation, applying(subject, available())):
+    for name in order(mutation, applying(subject, bench.probes)):
         checks, _ = execute(probe_named(name)(), subject)
         blunder = next((c.note for c in checks if c.status is Status.ERROR and BLUNDER.search(c.note)), None)
         if blunder:
@@ -296,7 +302,7 @@ def audit_clean(setting: Clean, bench: Bench) -> Clean:
         bench.profiles / setting.profile, "ours", setting.numerics, *bench.where(setting.backend), *setting.caches
     )
     checks = [
-        (name, check) for name in applying(subject, available()) for check in execute(probe_named(name)(), subject)[0]
+        (name, check) for name in applying(subject, bench.probes) for check in execute(probe_named(name)(), subject)[0]
     ]
     tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.at}" if c.at else "") + (f" ({c.part})" if c.part else "")
     of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)

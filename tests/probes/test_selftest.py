@@ -6,17 +6,18 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsv4.commands import cli
-from dsv4.errors import InputError
+from dsv4.errors import Dsv4Error, InputError
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.model.attention import WindowAttention
 from dsv4.model.load import load_model
-from dsv4.probes.faults import Mutation, Site, catalogue, profile
+from dsv4.probes.faults import Mutation, Site, catalogue, profile, sections
 from dsv4.probes.report import schema
 from dsv4.probes.result import Check, Status
 from dsv4.probes.selftest import detection
@@ -24,7 +25,7 @@ from dsv4.probes.selftest import run as selftest
 from dsv4.probes.selftest.detection import Matrix, document, markdown, select
 from dsv4.probes.selftest.run import Bench, Clean, Found, Outcome, audit_clean, look, named, run_all, settings
 
-FAST = (  # one or two of each section whose first probe is quick
+FAST: tuple[str, ...] = (  # one or two of each section whose first probe is quick
     "hc head dropped",
     "compress ratios off by one",
     "nibbles swapped",
@@ -75,6 +76,8 @@ SLOW = {
     "cost_model",
 }
 BY_NAME = {m.name: m for m in catalogue()}
+# of a section that none of these is of, the first
+FAST += tuple(m.name for m in select(fast=True) if m.section not in {BY_NAME[name].section for name in FAST})
 QUICK = [name for name in FAST if BY_NAME[name].probes[0] not in SLOW]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,10 +122,10 @@ def one_entry_late(site) -> None:
 
 
 def test_the_catalogue_covers_every_section():
-    assert len(BY_NAME) >= 80 and {m.section for m in catalogue()} == set(detection.SECTIONS)
+    assert len(BY_NAME) >= 80 and {m.section for m in catalogue()} == set(sections())
     assert {m.profile for m in catalogue()} <= set(profile.NAMES)
     assert all(m.parts and m.what for m in catalogue())
-    assert {m.section for m in (BY_NAME[name] for name in FAST)} == set(detection.SECTIONS)
+    assert {m.section for m in (BY_NAME[name] for name in FAST)} == set(sections())
 
 
 @pytest.mark.few(name=QUICK, each=lambda p: BY_NAME[p["name"]].probes[:1])
@@ -134,12 +137,33 @@ def test_a_planted_fault_is_named(bench, name):
 
 
 def test_select():
-    assert {m.section for m in select("1.10")} == {"1.10"} and {m.section for m in select(fast=True)} == set(
-        detection.SECTIONS
-    )
+    assert {m.section for m in select("1.10")} == {"1.10"} and {m.section for m in select(fast=True)} == set(sections())
     assert [m.name for m in select(name="HC head")] == ["hc head dropped"]
+    assert {m.probes[0] for m in select(probe="rope")} == {"rope"} and len(select("1.3", probe="rope")) > 5
     with pytest.raises(InputError, match="1.11"):
         select("2.1")
+    with pytest.raises(InputError, match="for rope probe"):
+        select("1.19", probe="rope")
+    with pytest.raises(Dsv4Error, match="'nonsense' is unknown"):
+        select(probe="nonsense")
+
+
+def test_with_a_probe_no_other_is_asked(bench, monkeypatch):
+    fault = planted(one_entry_late, ("HCA attention",), ("edges",))
+    assert look(fault, replace(bench, probe="edges")).found.by == "edges"
+    assert not look(fault, replace(bench, probe="mhc")).found.caught
+    clean = audit_clean(Clean("default", "fp32", "cpu"), replace(bench, probe="mhc"))
+    monkeypatch.setattr(selftest, "available", lambda: ["mhc"])
+    assert clean.green and clean.texts == audit_clean(Clean("default", "fp32", "cpu"), bench).texts
+
+
+def test_a_section_has_one_title(monkeypatch):
+    assert list(sections())[:2] == ["1.1", "1.2"] and sections()["1.19"] == "The cost model of a decode step"
+    from dsv4.probes.faults import masks
+
+    monkeypatch.setattr(masks, "SECTION", ("1.6", "again"), raising=False)
+    with pytest.raises(Dsv4Error, match="section 1.6 has a title in two files"):
+        sections()
 
 
 # ---- what counts --------------------------------------------------------------------------
