@@ -30,7 +30,11 @@ class Layout(NamedTuple):
 
 class RowFormat(ABC):
     """name: its name as an attribute of this class; value: for people; option: on the command line. simulated: whether
-    rows pass through the official simulation before they are used, so that packing loses nothing."""
+    rows pass through the official simulation before they are used, so that packing loses nothing.
+
+    form: what kernels compile for it, `key_form` of index keys. bits: of a code: 8 for E4M3, 4 for E2M1; block: numbers
+    under one E8M0 scale; 0 where a row has one scale in fp32.
+    """
 
     KV_FP8: ClassVar["RowFormat"]
     INDEX_FP8: ClassVar["RowFormat"]
@@ -40,6 +44,9 @@ class RowFormat(ABC):
     value: str
     option: str
     simulated: bool
+    form: int
+    bits: int
+    block: int
 
     def __reduce__(self):
         """There is one object of each format, in copies and in other processes too."""
@@ -57,6 +64,14 @@ class RowFormat(ABC):
     @abstractmethod
     def decode(self, payload: torch.Tensor, scales: torch.Tensor, width: int, rope: int) -> torch.Tensor:
         """payload, scales uint8 [M, ·] → fp32 [M, width]."""
+
+
+PLAIN_FORM, KV_FORM = 0, 1  # of plain numbers; of KV_FP8
+
+
+def key_form(bits: int, block: int) -> int:
+    """`RowFormat.form` of index keys: kernels take bits = form % 16 and block = form // 16 from it."""
+    return bits + 16 * block
 
 
 def blocks(x: torch.Tensor, block: int, floor: float, largest: float, encode):

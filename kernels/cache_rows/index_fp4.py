@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, Layout, RowFormat, blocks
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, Layout, RowFormat, blocks, key_form
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.quantize.formats import E2M1_MAX, decode_e8m0, encode_e2m1, encode_e8m0, pack_e2m1, unpack_e2m1
 from dsv4.kernels.quantize.weights import FP4_AMAX_FLOOR
@@ -13,6 +13,8 @@ class IndexFP4(RowFormat):
     went through `simulate_fp4_blocks(x, 32)`."""
 
     name, value, option, simulated = "INDEX_FP4", "fp4 index keys", "fp4", True
+    bits, block = 4, KEY_BLOCK
+    form = key_form(bits, block)
 
     def layout(self, width: int, rope: int = 0) -> Layout:
         if width % KEY_BLOCK:

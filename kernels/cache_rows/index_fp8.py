@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.cache_rows.formats import PAGE, Layout, RowFormat, blocks
+from dsv4.kernels.cache_rows.formats import PAGE, Layout, RowFormat, blocks, key_form
 from dsv4.kernels.quantize.formats import E4M3_MAX, power_of_two, round_e4m3
 from dsv4.kernels.quantize.weights import FP8_AMAX_FLOOR
 
@@ -11,6 +11,8 @@ class IndexFP8(RowFormat):
     """132 B a key at 128 dims: 128 E4M3, then one fp32 scale, a power of two."""
 
     name, value, option, simulated = "INDEX_FP8", "fp8 index keys", "fp8", False
+    bits, block = 8, 0
+    form = key_form(bits, block)
 
     def layout(self, width: int, rope: int = 0) -> Layout:
         return Layout(width, 4, PAGE * (width + 4))

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.cache_rows.formats import KV_BLOCK, PAGE, Layout, RowFormat, blocks
+from dsv4.kernels.cache_rows.formats import KV_BLOCK, KV_FORM, PAGE, Layout, RowFormat, blocks
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.quantize.formats import E4M3_MAX, decode_e8m0, encode_e8m0, round_e4m3
 from dsv4.kernels.quantize.weights import FP8_AMAX_FLOOR
@@ -17,6 +17,7 @@ class KVFP8(RowFormat):
     """
 
     name, value, option, simulated = "KV_FP8", "fp8 kv", "fp8", True
+    form, bits, block = KV_FORM, 8, KV_BLOCK
 
     def layout(self, width: int, rope: int = 0) -> Layout:
         if rope % 2 or not 0 <= rope < width:

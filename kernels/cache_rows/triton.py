@@ -1,10 +1,11 @@
-"""Packed cache rows on the GPU: `write_rows`, and the code by which attention reads FP8 rows."""
+"""Packed cache rows on the GPU: `write_rows`, the code by which every kernel stores a row, and that by which attention
+reads FP8 rows."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK, KV_BLOCK, PAGE, PackedRows, RowFormat
+from dsv4.kernels.cache_rows.formats import KV_BLOCK, KV_FORM, PAGE, PackedRows, RowFormat
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import dependent_launch, next_power, require_device
 from dsv4.kernels.quantize.triton_codes import (
@@ -20,7 +21,7 @@ from dsv4.kernels.quantize.triton_codes import (
     widen,
 )
 
-ROWS, COLUMNS, DIMS = tl.constexpr(PAGE), tl.constexpr(KV_BLOCK), tl.constexpr(KEY_BLOCK)
+ROWS, COLUMNS, KV = tl.constexpr(PAGE), tl.constexpr(KV_BLOCK), tl.constexpr(KV_FORM)
 
 
 def write_rows(rows: PackedRows, slots, values) -> None:
@@ -41,20 +42,19 @@ def write_rows(rows: PackedRows, slots, values) -> None:
         raise UnsupportedInput(f"write_rows got values of {D} columns for rows of {rows.width}")
     if M == 0:
         return
-    layout, pdl = rows.layout, dependent_launch(values.device)
-    common = (rows.data, slots, values, slots.stride(0), *values.stride(), rows.data.stride(0), D)
-    match rows.format:
-        case RowFormat.KV_FP8:  # at least 8 blocks: as many as scales, which are padded to a multiple of 8
-            blocks = max(8, next_power(-(-D // KV_BLOCK)))
-            _write_kv[(M,)](*common, rows.rope, layout.payload, layout.scales, blocks, pdl, num_warps=4, launch_pdl=pdl)
-        case RowFormat.INDEX_FP8:
-            _write_keys_fp8[(M,)](*common, next_power(D), pdl, num_warps=1, launch_pdl=pdl)
-        case RowFormat.INDEX_FP4:
-            _write_keys_fp4[(M,)](*common, next_power(D // KEY_BLOCK), pdl, num_warps=1, launch_pdl=pdl)
+    form, B, pdl = rows.format.form, padded_row(rows.format, D), dependent_launch(values.device)
+    steps = slots.stride(0), *values.stride(), rows.data.stride(0)
+    options = dict(num_warps=4 if form == KV.value else 1, launch_pdl=pdl)
+    _write[(M,)](rows.data, slots, values, *steps, D, rows.rope, form, B, pdl, **options)
+
+
+def padded_row(format: RowFormat, D: int) -> int:
+    """Numbers of a row of D as `store_row` takes it: a power of two, and whole blocks."""
+    return max(format.block, next_power(D))
 
 
 @triton.jit
-def _write_kv(
+def _write(
     DATA,
     SLOTS,
     VALUES,
@@ -64,83 +64,92 @@ def _write_kv(
     page,
     D: tl.constexpr,
     ROPE: tl.constexpr,
-    PAYLOAD: tl.constexpr,
-    SCALES: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    FORM: tl.constexpr,
+    B: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    m, NOPE = tl.program_id(0).to(tl.int64), D - ROPE
-    slot, block = tl.load(SLOTS + m * slots_step), tl.arange(0, BLOCKS)
+    m, i = tl.program_id(0).to(tl.int64), tl.arange(0, B)
+    slot = tl.load(SLOTS + m * slots_step)
+    if slot >= 0:
+        y = widen(tl.load(VALUES + m * row + i * column, mask=i < D, other=0.0))
+        store_row(DATA + (slot >> 6) * page, slot & 63, y, D, ROPE, FORM, B)
+
+
+@triton.jit
+def store_row(page, slot, y, D: tl.constexpr, ROPE: tl.constexpr, FORM: tl.constexpr, B: tl.constexpr):
+    """Values fp32 [B] of a row of D ≤ B numbers, B as `padded_row` has it, to row `slot` of a page; the bytes are those
+    of `encode_rows`. FORM: of a `RowFormat`; KV_FP8 keeps the last ROPE numbers in bf16."""
+    if FORM == KV:
+        _store_kv(page, slot, y, D, ROPE, B)
+    elif FORM // 16 == 0:
+        _store_key(page, slot, y, D, B)
+    else:
+        _store_blocks(page, slot, y, D, FORM % 16, FORM // 16, B)
+
+
+@triton.jit
+def _store_kv(page, slot, y, D: tl.constexpr, ROPE: tl.constexpr, B: tl.constexpr):
+    """B: a multiple of 64."""
+    NOPE: tl.constexpr = D - ROPE
+    PAYLOAD: tl.constexpr = D + ROPE
+    SCALES: tl.constexpr = ((NOPE + COLUMNS - 1) // COLUMNS + 7) // 8 * 8
+    BLOCKS: tl.constexpr = B // COLUMNS
+    block, payload = tl.arange(0, BLOCKS), page + slot * PAYLOAD
     c = block[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    x = widen(tl.load(VALUES + m * row + c * column, mask=(c < D) & (slot >= 0), other=0.0))
-    payload = DATA + (slot >> 6) * page + (slot & 63) * PAYLOAD
+    x = tl.reshape(y, [BLOCKS, COLUMNS])
     # codes, exponent = blocks(x[:, :D], KV_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
     k = e4m3_exponent(tl.max(tl.where(c < NOPE, magnitude(x), 0), 1))
     code = encode_e4m3(x * power_of_two(-k)[:, None])
-    tl.store(payload + c, code.to(tl.uint8), mask=(c < NOPE) & (slot >= 0))
+    tl.store(payload + c, code.to(tl.uint8), mask=c < NOPE)
     # kept = x[:, D:].to(torch.bfloat16).view(torch.uint8)
-    kept, place = narrow(x, tl.bfloat16).to(tl.int16, bitcast=True), payload + NOPE + 2 * (c - NOPE)
-    rotated = (c >= NOPE) & (c < D) & (slot >= 0)
+    kept, place, rotated = (
+        narrow(x, tl.bfloat16).to(tl.int16, bitcast=True),
+        payload + NOPE + 2 * (c - NOPE),
+        (c >= NOPE) & (c < D),
+    )
     tl.store(place, (kept & 255).to(tl.uint8), mask=rotated)
     tl.store(place + 1, ((kept >> 8) & 255).to(tl.uint8), mask=rotated)
     # scales = encode_e8m0(exponent); F.pad(scales, (0, -scales.shape[1] % 8))
-    byte = tl.where(block * COLUMNS < NOPE, k + 127, 0)
-    tl.store(
-        DATA + (slot >> 6) * page + ROWS * PAYLOAD + (slot & 63) * SCALES + block,
-        byte.to(tl.uint8),
-        mask=(block < SCALES) & (slot >= 0),
-    )
+    scales = page + ROWS * PAYLOAD + slot * SCALES
+    tl.store(scales + block, tl.where(block * COLUMNS < NOPE, k + 127, 0).to(tl.uint8), mask=block < SCALES)
+    if BLOCKS < SCALES:
+        padding = tl.arange(0, 8)  # fewer than 8 blocks: SCALES is 8
+        tl.store(scales + padding, tl.zeros([8], tl.uint8), mask=padding >= BLOCKS)
 
 
 @triton.jit
-def _write_keys_fp8(
-    DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, DP: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    m, d, i = tl.program_id(0).to(tl.int64), tl.arange(0, DP), tl.arange(0, 4)
-    slot = tl.load(SLOTS + m * slots_step)
-    x = widen(tl.load(VALUES + m * row + d * column, mask=(d < D) & (slot >= 0), other=0.0))
+def _store_key(page, slot, y, D: tl.constexpr, B: tl.constexpr):
+    """E4M3 codes under one fp32 scale."""
+    d, i = tl.arange(0, B), tl.arange(0, 4)
     # codes, exponent = blocks(x, x.shape[1], FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
-    k = e4m3_exponent(tl.max(magnitude(x), 0))
-    code = encode_e4m3(x * power_of_two(-k))
-    tl.store(DATA + (slot >> 6) * page + (slot & 63) * D + d, code.to(tl.uint8), mask=(d < D) & (slot >= 0))
+    k = e4m3_exponent(tl.max(tl.where(d < D, magnitude(y), 0), 0))
+    tl.store(page + slot * D + d, encode_e4m3(y * power_of_two(-k)).to(tl.uint8), mask=d < D)
     # power_of_two(exponent).contiguous().view(torch.uint8)
     byte = ((k + 127) << 23) >> (8 * i)
-    tl.store(
-        DATA + (slot >> 6) * page + ROWS * D + (slot & 63) * 4 + i,
-        (byte & 255).to(tl.uint8),
-        mask=(i < 4) & (slot >= 0),
-    )
+    tl.store(page + ROWS * D + slot * 4 + i, (byte & 255).to(tl.uint8))
 
 
 @triton.jit
-def _write_keys_fp4(
-    DATA, SLOTS, VALUES, slots_step, row, column, page, D: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    m, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
-    slot, pair = tl.load(SLOTS + m * slots_step), block[:, None] * (DIMS // 2) + tl.arange(0, DIMS // 2)[None, :]
-    inside = (pair < D // 2) & (slot >= 0)
-    even = widen(tl.load(VALUES + m * row + 2 * pair * column, mask=inside, other=0.0))
-    odd = widen(tl.load(VALUES + m * row + (2 * pair + 1) * column, mask=inside, other=0.0))
-    # codes, exponent = blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
-    k = e2m1_exponent(tl.maximum(tl.max(magnitude(even), 1), tl.max(magnitude(odd), 1)))
-    scale = power_of_two(-k)[:, None]
-    # pack_e2m1: code[..., 0::2] | (code[..., 1::2] << 4)
-    code = encode_e2m1(even * scale) | (encode_e2m1(odd * scale) << 4)
-    tl.store(DATA + (slot >> 6) * page + (slot & 63) * (D // 2) + pair, code.to(tl.uint8), mask=inside)
-    tl.store(
-        DATA + (slot >> 6) * page + ROWS * (D // 2) + (slot & 63) * (D // DIMS) + block,
-        (k + 127).to(tl.uint8),
-        mask=(block < D // DIMS) & (slot >= 0),
-    )
+def _store_blocks(page, slot, y, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr):
+    """Codes of BITS with an E8M0 scale for each BLOCK numbers; B and D are multiples of BLOCK."""
+    BYTES: tl.constexpr = D * BITS // 8
+    block, i = tl.arange(0, B // BLOCK), tl.arange(0, B * BITS // 8)
+    x = tl.reshape(y, [B // BLOCK, BLOCK])
+    if BITS == 4:
+        # codes, exponent = blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)
+        k = e2m1_exponent(tl.max(magnitude(x), 1))
+        # pack_e2m1: code[..., 0::2] | (code[..., 1::2] << 4)
+        even, odd = tl.split(tl.reshape(encode_e2m1(x * power_of_two(-k)[:, None]), [B // 2, 2]))
+        code = even | (odd << 4)
+    else:
+        # codes, exponent = blocks(x, KEY_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
+        k = e4m3_exponent(tl.max(magnitude(x), 1))
+        code = tl.reshape(encode_e4m3(x * power_of_two(-k)[:, None]), [B])
+    tl.store(page + slot * BYTES + i, code.to(tl.uint8), mask=i < BYTES)
+    tl.store(page + ROWS * BYTES + slot * (D // BLOCK) + block, (k + 127).to(tl.uint8), mask=block < D // BLOCK)
 
 
 @triton.jit

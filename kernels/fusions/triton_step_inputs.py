@@ -9,14 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.cache_rows.formats import KV_FORM, PLAIN_FORM
 from dsv4.kernels.compress.triton import pool_slots
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows
 from dsv4.kernels.fusions.triton_compress import SIMULATIONS
 from dsv4.kernels.fusions.triton_heads import KEY, KV, PLAIN, checked_turns, finished, padded
 from dsv4.kernels.fusions.triton_step import wait
-from dsv4.kernels.fusions.triton_step_rows import FORMS, put
+from dsv4.kernels.fusions.triton_step_rows import put
 from dsv4.kernels.hadamard.triton import check_width
 from dsv4.kernels.launch import dependent_launch, next_power, require_device
 from dsv4.kernels.quantize.triton_codes import narrow, rounded, widen
@@ -84,7 +85,7 @@ def _asked(index: IndexHeads | None) -> tuple[tuple, tuple, tuple, int]:
 def _compressor(batch: int, w: Windows) -> tuple[tuple, tuple]:
     """(tensors, shape) of one compressor, in the form of `_window`."""
     D, simulation, (data, stride, form) = w.ring.shape[1] // (2 * w.overlap), SIMULATIONS[w.simulate], _pool(w.entries)
-    (M, S), B = w.rows.shape, padded(D, KV.value if form == FORMS[RowFormat.KV_FP8].value else simulation)
+    (M, S), B = w.rows.shape, padded(D, KV.value if form == KV_FORM else simulation)
     tensors = (
         w.raw,
         w.ape,
@@ -108,8 +109,8 @@ def _turns(cis: torch.Tensor) -> torch.Tensor:
 def _pool(rows: torch.Tensor | PackedRows) -> tuple[torch.Tensor, int, int]:
     """(memory, elements from row to row or bytes from page to page, form) of rows that are written."""
     if isinstance(rows, PackedRows):
-        return rows.data, rows.data.stride(0), FORMS[rows.format].value
-    return rows, rows.stride(0), PLAIN.value
+        return rows.data, rows.data.stride(0), rows.format.form
+    return rows, rows.stride(0), PLAIN_FORM
 
 
 def _check(batch: int, q, cis, latents: Latents, index: IndexHeads | None, windows: tuple[Windows, ...]) -> None:
