@@ -8,9 +8,10 @@ Therefore the dims and the keys of a product have an order of their own (`_of_wo
 import triton
 import triton.language as tl
 
+from dsv4.kernels.cache_rows.formats import PLAIN_FORM
 from dsv4.kernels.quantize.triton_codes import decode_e2m1, decode_e4m3, decode_e8m0, widen
 
-PLAIN, FP8, FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+PLAIN = tl.constexpr(PLAIN_FORM)  # of FORMAT; of packed keys FORMAT % 16 is the bits of a code, FORMAT // 16 its block
 WORDS = tl.constexpr(16)  # dims of a key in one product: the four threads of its row read 16 bytes each
 WARPS = tl.constexpr(4)  # of a program
 
@@ -48,10 +49,9 @@ def operand_queries(
     K: tl.constexpr = DIMS // PARTS
     i = tl.arange(0, K)[None, :] + part * K
     q = tl.load(Q + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0)
-    if FORMAT == FP4:  # chunk, word, half, pair
-        q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // 32, 2, 4]), (0, 2, 4, 1, 3)), [N, K])
-    elif FORMAT == FP8:  # chunk, word, half, pair
-        q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // 16, 2, 2]), (0, 2, 4, 1, 3)), [N, K])
+    if FORMAT != PLAIN:  # chunk, word, half, pair
+        HELD: tl.constexpr = 32 // (FORMAT % 16)  # dims of a word
+        q = tl.reshape(tl.permute(tl.reshape(q, [N, 4, K // (4 * HELD), 2, HELD // 2]), (0, 2, 4, 1, 3)), [N, K])
     return tl.trans(q)
 
 
@@ -68,26 +68,27 @@ def read_keys(
     FORMAT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Rows of keys at [TILE] in their stored form, and their scales: a tuple for `operand_keys`. FP8's scales have rows
-    of their own, `scale_at` where `scale_live`."""
+    """Rows of keys at [TILE] in their stored form, and their scales: a tuple for `operand_keys`. Scales of whole rows
+    have places of their own, `scale_at` where `scale_live`."""
     if FORMAT == PLAIN:
         i = tl.arange(0, DIMS)[None, :]
         raw = (tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0.0),)
     else:
-        HELD: tl.constexpr = 8 if FORMAT == FP4 else 4  # dims of a word
+        HELD: tl.constexpr = 32 // (FORMAT % 16)  # dims of a word
+        BLOCK: tl.constexpr = FORMAT // 16
         PART: tl.constexpr = DIMS // HELD // PARTS
         raw = ()
         for part in tl.static_range(PARTS):
             i = tl.arange(0, PART)[None, :] + part * PART
             raw = raw + (tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D // HELD), other=0),)
-        if FORMAT == FP8:
+        if BLOCK == 0:
             raw = raw + (tl.load(SCALES + scale_at, mask=scale_live, other=0.0),)
         elif D == 128:  # one word holds the scales of a row
             raw = raw + (tl.load(SCALES + scale_at, mask=live, other=0),)
         else:
             for part in tl.static_range(PARTS):
-                i = ((tl.arange(0, 4) + part * 4) * (PART // 4) // 4)[None, :]
-                raw = raw + (tl.load(SCALES + scale_at[:, None] + i, mask=live[:, None] & (i < D // 32), other=0),)
+                i = ((tl.arange(0, 4) + part * 4) * (PART // 4) // (BLOCK // HELD))[None, :]
+                raw = raw + (tl.load(SCALES + scale_at[:, None] + i, mask=live[:, None] & (i < D // BLOCK), other=0),)
     return raw
 
 
@@ -104,17 +105,22 @@ def _times(two, factor):
 
 
 @triton.jit
-def _fp4_scales(raw, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
-    """E8M0 bytes s of a chunk each, int32 [TILE, 4] → 2^(s − 65) as two equal bf16.
+def _block_scales(raw, part: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr):
+    """E8M0 bytes s of a chunk each, int32 [TILE, 4] → 2^(s − 65) of E2M1, 2^(s − 71) of E4M3, as two equal bf16.
 
-    That is 2^126 · 2^(s − 127), less a factor of 2^64 that the sum over heads restores. Exact for keys of 2^−62 and
-    more with scales up to 2^65; larger ones become infinite.
+    That is 2^126 (2^120) · 2^(s − 127), less a factor of 2^64 that the sum over heads restores. Exact for keys of 2^−62
+    and more with scales up to 2^65; larger ones become infinite.
     """
-    if D == 128:
-        s = (raw[PARTS][:, None] >> (tl.arange(0, 4) * 8)[None, :]) & 255
+    if D == 128:  # four scales; of E4M3 a part has half of them, each for two chunks
+        c = tl.arange(0, 4) if BITS == 4 else part * 2 + tl.arange(0, 4) // 2
+        s = (raw[PARTS][:, None] >> (c * 8)[None, :]) & 255
     else:
         s = raw[PARTS + part].to(tl.int32)
-    return tl.minimum(s, 193) * 0x00800080 + 0x1F001F00
+    if BITS == 4:
+        factor = tl.minimum(s, 193) * 0x00800080 + 0x1F001F00
+    else:
+        factor = tl.minimum(s, 199) * 0x00800080 + 0x1C001C00
+    return factor
 
 
 @triton.jit
@@ -127,8 +133,8 @@ def operand_keys(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One part of the result of `read_keys` → bf16 [TILE, DIMS/PARTS]: FP4 less a factor of 2^64, FP8 without the scale
-    of its row.
+    """One part of the result of `read_keys` → bf16 [TILE, DIMS/PARTS]: less a factor of 2^64 where blocks have scales,
+    without the scale of the row where it has one.
 
     A bf16 with the magnitude of an E2M1 (E4M3) code at the end of its exponent is 2^−126 (2^−120) times its value,
     subnormals included. FP8's NaN becomes 480.
@@ -137,9 +143,9 @@ def operand_keys(
         k = raw[0]
         x = tl.reshape(k, [TILE // (16 * WARPS), 2, WARPS, 8, DIMS])
         k = tl.reshape(tl.permute(x, (0, 2, 1, 3, 4)), [TILE, DIMS])
-    elif FORMAT == FP4:
+    elif FORMAT % 16 == 4:
         PART: tl.constexpr = DIMS // 8 // PARTS
-        factor = tl.broadcast_to(_fp4_scales(raw, part, D, PARTS)[:, :, None], [TILE, 4, PART // 4])
+        factor = tl.broadcast_to(_block_scales(raw, part, D, PARTS, 4)[:, :, None], [TILE, 4, PART // 4])
         w = tl.reshape(raw[part], [TILE, 4, PART // 4])  # pair i: nibbles i and i + 4
         a = _times(((w & 0x000F000F) * 0x1040) & _E2M1, factor)  # one multiplication moves sign and magnitude
         b = _times(((w & 0x00F000F0) * 0x0104) & _E2M1, factor)
@@ -150,7 +156,11 @@ def operand_keys(
     else:
         PART: tl.constexpr = DIMS // 4 // PARTS
         w = raw[part]  # pair i: bytes i and i + 2
-        factor = tl.full([TILE, PART], _E4M3_SCALE, tl.int32)
+        if FORMAT // 16 == 0:
+            factor = tl.full([TILE, PART], _E4M3_SCALE, tl.int32)
+        else:
+            factor = tl.broadcast_to(_block_scales(raw, part, D, PARTS, 8)[:, :, None], [TILE, 4, PART // 4])
+            factor = tl.reshape(factor, [TILE, PART])
         a = _times(((w << 4) & _E4M3) | ((w << 8) & _SIGNS), factor)
         b = _times(((w >> 4) & _E4M3) | (w & _SIGNS), factor)
         k = _of_words(_halves(tl.join(a, b)), TILE, PART, 2)
@@ -178,20 +188,21 @@ def dots_fp32(
     TILE: tl.constexpr,
     N: tl.constexpr,
 ):
-    """q·k as fp32 [TILE, N], products and sums in fp32; FP8 without the scale of its row. 32 dims at a time."""
+    """q·k as fp32 [TILE, N], products and sums in fp32; without the scale of a whole row. 32 dims at a time."""
     dots = tl.zeros([TILE, N], tl.float32)
     for start in tl.static_range(0, D, 32):
         i = tl.arange(0, 32)[None, :] + start
         q = widen(tl.load(Q + q_at[:, None] + i, mask=q_live[:, None] & (i < D), other=0.0))
-        if FORMAT == FP4:
+        if FORMAT % 16 == 4:
             byte = tl.load(KEYS + at[:, None] + i // 2, mask=live[:, None], other=0).to(tl.int32)
-            scale = tl.load(KEYS + scale_at + start // 32, mask=live, other=0)
-            k = decode_e2m1((byte >> (i % 2 * 4)) & 15) * decode_e8m0(scale)[:, None]
+            k = decode_e2m1((byte >> (i % 2 * 4)) & 15)
         else:
             k = tl.load(KEYS + at[:, None] + i, mask=live[:, None] & (i < D), other=0)
-            if FORMAT == FP8:
-                k = decode_e4m3(k)
-            else:
+            if FORMAT == PLAIN:
                 k = widen(k)
+            else:
+                k = decode_e4m3(k)
+        if FORMAT // 16 != 0:  # blocks of 32, as the steps here
+            k *= decode_e8m0(tl.load(KEYS + scale_at + start // 32, mask=live, other=0))[:, None]
         dots = tl.dot(_own(k), tl.trans(_own(q)), dots, input_precision="ieee")
     return dots

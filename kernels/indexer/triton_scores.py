@@ -10,11 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.kernels.cache_rows.formats import PAGE, PackedRows, RowFormat
+from dsv4.kernels.cache_rows import PAGE, STREAM_FORMATS, PackedRows
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.indexer.triton_keys import (
-    FP4,
-    FP8,
     PLAIN,
     WARPS,
     WORDS,
@@ -46,21 +44,25 @@ def _places_of_keys(row, place, key_row, D: tl.constexpr, FORMAT: tl.constexpr, 
     """Offsets of the keys of a page, and of their scales, in the units in which they are read (see `_scores`)."""
     if FORMAT == PLAIN:
         at, scale_at = row * key_row, row
-    elif FORMAT == FP8:
-        at, scale_at = row * (D if FP32 else D // 4), place + _PAGE * D // 4
-    elif FP32:
-        at, scale_at = row * (D // 2), row * (D // 32) + _PAGE * D // 2
     else:
-        at, scale_at = row * (D // 8), row + _PAGE * 16 if D == 128 else row * (D // 32) + _PAGE * D // 2
+        BYTES: tl.constexpr = D * (FORMAT % 16) // 8
+        BLOCK: tl.constexpr = FORMAT // 16
+        at = row * (BYTES if FP32 else BYTES // 4)
+        if BLOCK == 0:
+            scale_at = place + _PAGE * BYTES // 4
+        elif D == 128 and not FP32:
+            scale_at = row + _PAGE * BYTES // 4
+        else:
+            scale_at = row * (D // BLOCK) + _PAGE * BYTES
     return at, scale_at
 
 
 @triton.jit
 def _sum_heads(dots, weights, FORMAT: tl.constexpr, FP32: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
-    """Σ_h w · relu(dots): fp32 [keys, QUERIES·HEADS] → [keys, QUERIES], FP8 without the scale of its row."""
+    """Σ_h w · relu(dots): fp32 [keys, QUERIES·HEADS] → [keys, QUERIES], without the scale of a whole row."""
     dots = dots + tl.abs(dots)  # twice relu, exactly, and NaN stays NaN
     s = tl.sum(tl.reshape(dots * weights[None, :], [_PAGE, QUERIES, HEADS]), 2)
-    if FORMAT == FP4 and not FP32:
+    if FORMAT // 16 != 0 and not FP32:
         s *= 9223372036854775808.0  # 2^63
     else:
         s *= 0.5
@@ -145,13 +147,14 @@ def _scores(
     """Scores of QUERIES·GROUPS queries of one batch row (axis 0) against every P-th page of 64 keys, P programs along
     axis 1.
 
-    KEYS: numbers (PLAIN), else bytes if FP32 and words of 4 bytes if not; SCALES: fp32 (FP8), words (FP4 of 128 dims)
-    or bytes.
+    KEYS: numbers (PLAIN), else bytes if FP32 and words of 4 bytes if not; SCALES: fp32 (of whole rows),
+    words (of blocks of 128 dims) or bytes.
     key_row, scale_row: from key to key (PLAIN) or page to page, in these. EVERY: −inf where invisible, which is
     otherwise not written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and
     with 2 from maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
     """
     N: tl.constexpr = QUERIES * HEADS
+    WHOLE: tl.constexpr = FORMAT != PLAIN and FORMAT // 16 == 0  # a row has one scale
     b = (tl.program_id(0) // tiles_t).to(tl.int64)
     first = (tiles_t - 1 - tl.program_id(0) % tiles_t) * (QUERIES * GROUPS)  # late queries see the most entries
     page, P = tl.program_id(1), tl.num_programs(1)
@@ -199,10 +202,10 @@ def _scores(
         e = place + page * _PAGE
         if FP32:
             keys, scales = KEYS + page * key_step, SCALES + page * scale_step
-            if FORMAT == FP8:
+            if WHOLE:
                 factor = tl.load(scales + scale_at, mask=e < end, other=0.0)
         else:
-            if FORMAT == FP8:
+            if WHOLE:
                 factor = raw[PARTS]
             k = ()
             for part in tl.static_range(PARTS):
@@ -234,7 +237,7 @@ def _scores(
                     dots = tl.dot(k[part], queries[g * PARTS + part], dots)
             # scores = torch.matmul(weights, dots)
             s = _sum_heads(dots, weights[g], FORMAT, FP32, QUERIES, HEADS)
-            if FORMAT == FP8:
+            if WHOLE:
                 s *= factor[:, None]  # positive: it commutes with relu
             # scores.masked_fill_(entry >= visible.unsqueeze(-1), float("-inf"))
             t = first + g * QUERIES + which
@@ -297,7 +300,7 @@ def check(q, weights, keys, visible) -> None:
     if not packed:
         if keys.dtype not in (torch.bfloat16, torch.float32):
             raise UnsupportedInput(f"index_scores takes keys in bf16, fp32 or packed, not {keys.dtype}")
-    elif keys.format not in (RowFormat.INDEX_FP8, RowFormat.INDEX_FP4) or data.dim() != 3 or D % 4:
+    elif keys.format not in STREAM_FORMATS["index"].values() or data.dim() != 3 or D % 4:
         raise UnsupportedInput(
             f"index_scores takes packed index keys [B, pages, bytes] of a multiple of 4 dims, not "
             f"{keys.format.value} of {D} dims {tuple(data.shape)}"
@@ -315,12 +318,12 @@ def launch_scores(
     n, packed = entries(keys), isinstance(keys, PackedRows)
     data = keys.data if packed else keys
     fp32 = dot_in_fp32(q) or data.dtype is torch.float32
-    form = {RowFormat.INDEX_FP8: FP8, RowFormat.INDEX_FP4: FP4}[keys.format].value if packed else PLAIN.value
+    form, whole = (keys.format.form, keys.format.block == 0) if packed else (PLAIN.value, False)
     words = data.view(torch.int32) if packed and not fp32 else data
-    scales = data.view(torch.float32) if form == FP8.value else words if D == 128 else data
+    scales = data.view(torch.float32) if whole else words if D == 128 else data
     q, weights = q.contiguous(), weights if weights.stride(-1) == 1 else weights.contiguous()
     dims, heads = max(32, next_power(D)), next_power(H)
-    parts = max(1, dims // {FP4.value: 8, FP8.value: 4, PLAIN.value: dims}[form] // WORDS.value)
+    parts = max(1, dims * keys.format.bits // 32 // WORDS.value) if packed else 1
     queries, groups = (1, 1) if fp32 else _shape(T, heads, dims, packed, q.device)
     heads = max(heads, 16 // queries)
     tiles_t = triton.cdiv(T, queries * groups)

@@ -1,5 +1,7 @@
 """Indexer kernels to compile ahead of time, at the shapes of V4-Flash and of the tiny model."""
 
+from dsv4.kernels.cache_rows import STREAM_FORMATS
+from dsv4.kernels.cache_rows.formats import PLAIN_FORM
 from dsv4.kernels.indexer import triton_scores as scores
 from dsv4.kernels.indexer import triton_topk as topk
 from dsv4.kernels.indexer.triton_filter import filter_rows
@@ -31,15 +33,16 @@ def _case(name: str, kernel, constants: dict, warps: int, options: dict | None =
 
 
 def _scores(name: str, form: str, dtype: str, queries: int, groups: int, **more) -> tuple:
+    packed = STREAM_FORMATS["index"].get(form)
     constants = (
         dict(
             H=FLASH.index_n_heads,
             D=FLASH.index_head_dim,
             DIMS=FLASH.index_head_dim,
             HEADS=FLASH.index_n_heads,
-            FORMAT=("plain", "fp8", "fp4").index(form),
+            FORMAT=packed.form if packed else PLAIN_FORM,
             FP32=dtype == "fp32",
-            PARTS=2 if form == "fp8" else 1,
+            PARTS=packed.bits // 4 if packed else 1,
             QUERIES=queries,
             GROUPS=groups,
             EVERY=False,
@@ -49,7 +52,7 @@ def _scores(name: str, form: str, dtype: str, queries: int, groups: int, **more)
         | more
     )
     words = "*i32" if dtype == "bf16" else "*u8"
-    keys = f"*{dtype}" if form == "plain" else words
+    keys = words if packed else f"*{dtype}"
     return _case(
         f"index_scores {name} {form} {dtype}",
         scores._scores,
@@ -58,7 +61,7 @@ def _scores(name: str, form: str, dtype: str, queries: int, groups: int, **more)
         Q=f"*{dtype}",
         WEIGHTS="*fp32",
         KEYS=keys,
-        SCALES="*fp32" if form == "fp8" else keys,
+        SCALES="*fp32" if packed and not packed.block else keys,
     )
 
 
@@ -90,7 +93,7 @@ def _selection(candidates: int, levels: int) -> list[tuple]:
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
     rows, two = [], (2, 2 if capability in scores.ROOMY else 1)
     many = (4, 1) if capability == (9, 0) else two, two  # of packed keys, of plain ones
-    for form in ("fp4", "fp8", "plain"):
+    for form in (*(name for name, packed in STREAM_FORMATS["index"].items() if packed), "plain"):
         rows += [
             _scores("decode", form, "bf16", 1, 1),
             _scores("decode short", form, "bf16", 1, 1, LEVELS=2),
