@@ -24,10 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
 from dsv4.commands.generate import make_drafter
-from dsv4.engine.generate import Sampling
 from dsv4.model.causal import captures
 from dsv4.model.chat import plain_ids
 from dsv4.model.tokenizer import Tokenizer
+from dsv4.sampling import Sampling
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.rounds import Rounds

@@ -109,10 +109,10 @@ def generate(
     from dsv4.cache.host_tier.choice import memory_named
     from dsv4.commands import generate as run
     from dsv4.commands import tables
-    from dsv4.engine.generate import Sampling
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import user_kernels
     from dsv4.runtime.threads import limited_threads
+    from dsv4.sampling import Sampling
 
     _check_output(as_json, quiet, verbose)
     request = run.Request(

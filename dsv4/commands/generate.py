@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.engine.generate import Generation, Sampling, context_needed, generate
+from dsv4.engine.generate import Generation, context_needed, generate
 from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.kernels.replacing import Replacement
 from dsv4.loaders.files import read_json
@@ -26,6 +26,7 @@ from dsv4.model.load import load_model
 from dsv4.model.tokenizer import TextStream, Tokenizer
 from dsv4.runtime import user_kernels
 from dsv4.runtime.memory import peak_bytes
+from dsv4.sampling import Sampling
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter

@@ -27,13 +27,14 @@ from dsv4.cache.paged import PagedCache
 from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, under_pressure
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.cache.streams import MAX_DRAFTS
-from dsv4.engine.generate import beyond_checkpoint, check_ids, sample
+from dsv4.engine.generate import beyond_checkpoint, check_ids
 from dsv4.engine.passes import Logits, Passes
 from dsv4.engine.requests import Request, Result
 from dsv4.engine.watch import Watch
 from dsv4.engine.work import Work
 from dsv4.errors import ContextOverrun, Dsv4Error, InputError, NotFinite, OutOfPages
 from dsv4.model.causal import CausalLM
+from dsv4.sampling import sample
 from dsv4.speculation.accept import accept_drawn
 from dsv4.speculation.draft import Drafter
 from dsv4.speculation.loop import check_can_speculate

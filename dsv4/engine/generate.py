@@ -11,10 +11,12 @@ from dsv4.cache.host_tier.grouped import host_use
 from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.model.causal import CausalLM, capacity
 from dsv4.runtime.graph import DecodeGraph
+from dsv4.sampling import COLDEST as COLDEST  # old places of these names, until 0.4
+from dsv4.sampling import HOTTEST as HOTTEST
+from dsv4.sampling import Sampling, sample
+from dsv4.sampling import distribution as distribution
+from dsv4.sampling import weights as weights
 from dsv4.speculation.result import Speculation
-
-# logits divided by less may overflow; every token is as likely as another long before a larger value
-COLDEST, HOTTEST = 1e-6, 1_000_000
 
 
 @dataclass
@@ -41,50 +43,6 @@ class Generation:
         """Tokens per second of the steps after the first token."""
         steps = len(self.token_ids) - 1
         return steps / self.decode_seconds if steps > 0 and self.decode_seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """temperature 0 is greedy; top_p keeps the smallest set of tokens with that much probability; seed of 64 bits.
-    Raises InputError for values with which no token can be drawn."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:  # NaN is neither
-            raise InputError(
-                f"temperature {brief(self.temperature)} was asked for; expected 0 (greedy), or {COLDEST} to {HOTTEST}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p {brief(self.top_p)} was asked for; expected a number over 0 and up to 1")
-        if not -(2**63) <= self.seed < 2**63:
-            raise InputError(f"seed {brief(self.seed)} was asked for; expected a number of 64 bits, -2^63 to 2^63 - 1")
-
-
-def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The weights that tokens are drawn with, fp32 [..., vocab] of logits [..., vocab]: probabilities at this
-    temperature (not 0), and 0 outside top_p, so their sum is top_p or a little more."""
-    p = torch.softmax(logits.float() / sampling.temperature, -1)
-    if sampling.top_p < 1:
-        ordered, index = p.sort(dim=-1, descending=True, stable=True)
-        kept = ordered.cumsum(-1) - ordered < sampling.top_p  # the token that crosses the bound stays
-        p = torch.zeros_like(p).scatter_(-1, index, ordered * kept)
-    return p
-
-
-def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """`weights`, normalised: the distribution of a token in plain decoding, fp32 [..., vocab]."""
-    p = weights(logits, sampling)
-    return p if sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
-
-
-def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """A token id from logits [vocab]."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    return int(torch.multinomial(weights(logits.cpu(), sampling), 1, generator=generator))
 
 
 def generate(

@@ -16,9 +16,9 @@ import torch
 
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paging import BLOCK
-from dsv4.engine.generate import sample
 from dsv4.engine.work import Pass, Work
 from dsv4.model.causal import CausalLM
+from dsv4.sampling import sample
 from dsv4.sending import sent
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.policy import room

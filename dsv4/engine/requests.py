@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dsv4.engine.generate import Sampling
 from dsv4.errors import Dsv4Error, InputError, brief
+from dsv4.sampling import Sampling
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.result import Speculation
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from dsv4.engine.generate import Sampling, distribution
+from dsv4.sampling import Sampling, distribution
 from dsv4.speculation.accept import Accepted, accept_chosen, accept_greedy, accept_sampled, draw
 from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable, Iterable
 
 from dsv4.cache.host_tier.grouped import host_use
-from dsv4.engine.generate import Generation, Sampling, context_full, context_limit
+from dsv4.engine.generate import Generation, context_full, context_limit
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM, capacity
+from dsv4.sampling import Sampling
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.device_drafters import CATCH_UP_WIDTHS, primed
 from dsv4.speculation.draft import Drafter, MTPDrafter

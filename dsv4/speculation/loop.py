@@ -20,9 +20,10 @@ import torch
 
 from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache
 from dsv4.cache.host_tier.grouped import host_use
-from dsv4.engine.generate import Generation, Sampling, context_full, context_limit, distribution
+from dsv4.engine.generate import Generation, context_full, context_limit
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM, capacity
+from dsv4.sampling import Sampling, distribution
 from dsv4.speculation import verify as ways
 from dsv4.speculation.accept import Accepted, accept_greedy, accept_sampled, draw
 from dsv4.speculation.captured import Steps

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from dsv4.cache.streams import MAX_DRAFTS
-from dsv4.engine.generate import Sampling
 from dsv4.probes.result import Check, compare
+from dsv4.sampling import Sampling
 from dsv4.speculation import choosing, loop
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.cost_aware import CostAware

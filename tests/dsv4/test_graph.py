@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import Sampling, generate
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.model.numerics import NUMERICS
 from dsv4.model.step import CapturedStep, Step
 from dsv4.runtime.graph import DecodeGraph
+from dsv4.sampling import Sampling
 from tests import checkpoints
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

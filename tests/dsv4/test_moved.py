@@ -43,6 +43,7 @@ def test_a_package_with_the_name_of_a_module_has_its_names(package, name, home):
         *(("dsv4.load", name) for name in ("pieces_of", "plan_model")),
         *(("dsv4.speculation.policy", name) for name in ("LARGEST", "PRESSURE_PERCENT", "under_pressure")),
         ("dsv4.speculation.resident", "generate_resident"),
+        *(("dsv4.engine.generate", name) for name in ("Sampling", "sample", "weights", "distribution", "HOTTEST")),
         *(("dsv4.probes.measure.recall.needles", name) for name in ("Asked", "Limits", "reach", "replies_by")),
         *(("dsv4.probes.measure.recall.plots", name) for name in ("MISSING", "available", "legend", "svg")),
         ("dsv4.probes.measure.fidelity.document", "ModelSubject"),

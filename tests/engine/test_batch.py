@@ -10,9 +10,9 @@ import torch
 
 from dsv4.cache.paging import pool_pages
 from dsv4.engine import BatchEngine, Request, read_requests
-from dsv4.engine.generate import Sampling, sample
 from dsv4.engine.passes import read
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
+from dsv4.sampling import Sampling, sample
 from tests.conftest import ROOT
 from tests.engine.conftest import paged, prefill, random_ids, same
 

@@ -9,7 +9,7 @@ import torch
 from dsv4 import load_model
 from dsv4.cache.paging import pool_pages
 from dsv4.engine import BatchEngine, Request
-from dsv4.engine.generate import Sampling
+from dsv4.sampling import Sampling
 from dsv4.speculation import Adaptive, CostAware, Static, under_pressure
 from dsv4.speculation.costs import BatchCost, CostTable
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter

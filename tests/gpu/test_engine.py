@@ -8,10 +8,11 @@ from dsv4 import load_model
 from dsv4.cache.paged import new_paged_cache
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
-from dsv4.engine.generate import Sampling, generate
+from dsv4.engine.generate import generate
 from dsv4.kernels.block_choice import Policy
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.tokenizer import Tokenizer
+from dsv4.sampling import Sampling
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter

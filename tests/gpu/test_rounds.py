@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import Sampling, generate
+from dsv4.engine.generate import generate
 from dsv4.model.tokenizer import Tokenizer
+from dsv4.sampling import Sampling
 from dsv4.speculation import Adaptive, CostAware, Static, on_device
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.device_drafters import primed

@@ -5,8 +5,8 @@ from functools import cache
 
 import torch
 
-from dsv4.engine.generate import sample
 from dsv4.probes.scenes.gqa.fitted import FittedCache
+from dsv4.sampling import sample
 
 
 class Grown:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from dsv4.cache.cache import Lengths
-from dsv4.engine.generate import Sampling
+from dsv4.sampling import Sampling
 from dsv4.speculation.choosing import Sampled
 from dsv4.speculation.device_drafters import LookupDrafts, MTPDrafts
 from dsv4.speculation.rounds import Rounds

@@ -4,9 +4,10 @@ GPU are played."""
 import pytest
 
 from dsv4 import load_model
-from dsv4.engine.generate import Sampling, generate
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
+from dsv4.sampling import Sampling
 from dsv4.speculation import captured, draft, loop
 from dsv4.speculation.captured import Captured, CapturedBlock
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import Sampling, distribution
 from dsv4.errors import InputError
+from dsv4.sampling import Sampling, distribution
 from dsv4.speculation.accept import draw
 from dsv4.speculation.choosing import Sampled
 from dsv4.speculation.device_drafters import LookupDrafts, primed

@@ -9,8 +9,9 @@ import torch
 
 from dsv4 import load_model
 from dsv4.commands import generate as run
-from dsv4.engine.generate import Generation, Sampling, distribution, generate
+from dsv4.engine.generate import Generation, generate
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.sampling import Sampling, distribution
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.accept import draw
 from dsv4.speculation.device_loop import generate_on_device

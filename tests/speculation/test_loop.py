@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import Sampling, generate
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.sampling import Sampling
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.loop import check_can_speculate, generate_speculative
 from dsv4.speculation.policy import Adaptive, Static
@@ -169,7 +170,7 @@ def test_sampled_output_has_the_model_s_distribution(model):
     """The second token of many rows, drafted by the block, against the exact mixture over first tokens; top_p small, so
     few tokens."""
     sampling, ids, B = Sampling(temperature=1.0, top_p=0.3, seed=0), prompt_of(model, 9), 400
-    from dsv4.engine.generate import weights
+    from dsv4.sampling import weights
     from tests.speculation.test_accept import chi2
 
     out = drafted(model, [ids] * B, 3, MTPDrafter(), 1, sampling=sampling)

@@ -4,7 +4,7 @@ depend on seeds alone."""
 import pytest
 import torch
 
-from dsv4.engine.generate import Sampling, distribution
+from dsv4.sampling import Sampling, distribution
 from dsv4.speculation import choosing
 from dsv4.speculation.accept import draw
 from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
