@@ -30,6 +30,7 @@ __all__ = [
     "OutOfPages",
     "PageError",
     "RewindError",
+    "RoundError",
     "UnknownOperation",
     "UnsupportedInput",
     "brief",
@@ -68,6 +69,11 @@ class OutOfPages(CapacityError):
 
 class PageError(Dsv4Error):
     """A page that was freed twice, shared while free, or discarded although it is committed: the engine's own
+    bookkeeping is wrong."""
+
+
+class RoundError(Dsv4Error):
+    """A round on the device and the host disagree about a request's tokens, or about where it ends: the engine's own
     bookkeeping is wrong."""
 
 

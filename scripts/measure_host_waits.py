@@ -13,6 +13,7 @@ host wait more often, or copies more a round.
 import argparse
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby, product
 from pathlib import Path
@@ -24,12 +25,12 @@ sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
 from dsv4.commands.generate import make_drafter
+from dsv4.engine.generate import generate_on_device
 from dsv4.model.causal import captures
 from dsv4.model.chat import plain_ids
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.sampling import Sampling
 from dsv4.speculation.choice import policy_named
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.rounds import Rounds
 from scripts.bench import report
 from scripts.bench.waits import counted_syncs
@@ -58,13 +59,18 @@ def arguments() -> argparse.Namespace:
 
 
 class Watched(Rounds):
-    """Rounds whose run is timed and its waits counted: `waits`, `seconds`."""
+    """Rounds that are timed and their waits counted, from when they are prepared until they have ended: `waits`,
+    `seconds`."""
 
-    def run(self, *arguments, **more):
-        begun = time.perf_counter()
-        with counted_syncs() as self.waits:
-            out = super().run(*arguments, **more)
-        self.seconds = time.perf_counter() - begun
+    def prepare(self):
+        super().prepare()
+        self.counting, self.begun = ExitStack(), time.perf_counter()
+        self.waits = self.counting.enter_context(counted_syncs())
+
+    def finish(self, on_tokens=None):
+        with self.counting:
+            out = super().finish(on_tokens)
+        self.seconds = time.perf_counter() - self.begun
         return out
 
 

@@ -26,13 +26,11 @@ from dsv4 import load_model
 from dsv4.cache.paged import new_paged_cache
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_on_device, generate_speculative
 from dsv4.model.causal import captures
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation import Static
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append
 from dsv4.speculation.verify import default
 from scripts.bench import report, speculation_traces

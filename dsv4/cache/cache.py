@@ -7,7 +7,7 @@ rewinding are the same code: a rewind sets the length back and copies nothing.
 Which streams there are and how each is addressed is the `Layout` of the model's family (`dsv4.cache.layout`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -160,6 +160,21 @@ class Cache:
     def make_room(self, rows: slice, tokens: int, mtp: bool = False) -> None:
         """Called before `tokens` tokens are written to each of `rows`. Here all room was allocated at once; a
         PagedCache takes pages."""
+
+    def fits(self, rows: Iterable[int], tokens: int, mtp: bool = False) -> bool:
+        """Whether `make_room` would succeed."""
+        return True
+
+    def speculate(self, b: int, final: int = 0) -> None:
+        """Tokens appended to row b after the next `final` ones are drafts, until `commit`."""
+
+    def commit(self, b: int) -> None:
+        """Accept every token that row b holds; rewind the others first."""
+
+    @property
+    def under_pressure(self) -> bool:
+        """Whether room is so short that rows should draft less."""
+        return False
 
     @property
     def lengths(self) -> list[int]:

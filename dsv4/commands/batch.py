@@ -13,7 +13,8 @@ from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, pool_pages
 from dsv4.commands.generate import Session, drafts_asked, make_drafter, speculation_notes, termination_notes
 from dsv4.engine.batch import REWIND, BatchEngine
 from dsv4.engine.report import check_can_report, document, request_document, write_report
-from dsv4.engine.requests import Request, Result, read_requests
+from dsv4.engine.requests import read_requests
+from dsv4.engine.state import Request, Result
 from dsv4.errors import InputError
 from dsv4.model import families
 from dsv4.model.causal import CausalLM, capacity

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
-from dsv4.engine.generate import Generation, context_needed, generate
+from dsv4.engine.generate import Generation, context_needed, generate, generate_on_device, generate_speculative
 from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.kernels.replacing import Replacement
 from dsv4.loaders.files import read_json
@@ -28,9 +28,7 @@ from dsv4.runtime import user_kernels
 from dsv4.runtime.memory import peak_bytes
 from dsv4.sampling import Sampling
 from dsv4.speculation.choice import policy_named
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.verify import HOST, default

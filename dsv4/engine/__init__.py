@@ -1,15 +1,15 @@
-"""Many requests at once over one pool of pages."""
+"""Requests on their way: one state, one loop, and the ways to advance it; one request at a time, or many at once over
+one pool of pages.
 
-import importlib
-from typing import Any
+- `state`: what was asked, what came of it, and what decides how it goes on; `limits`: what a request must fit.
+- `steppers`: the loop, and single tokens, passes and rounds that it advances requests by; `passes`: one pass of several
+  rows, on pages or not; `acceptance`: which tokens a pass gives.
+- `generate`: generation from prompts; `batch`: the engine of many requests, whose files `requests` reads, and whose
+  figures `watch`, `report` and `plots` tell.
+"""
 
-_PLACES = {"BatchEngine": "batch", "Request": "requests", "Result": "requests", "read_requests": "requests"}
+from dsv4.engine.batch import BatchEngine
+from dsv4.engine.requests import read_requests
+from dsv4.engine.state import Request, Result
+
 __all__ = ["BatchEngine", "Request", "Result", "read_requests"]
-
-
-def __getattr__(name: str) -> Any:
-    """A name of `__all__`, whose module is imported then: speculation takes `dsv4.engine.generate`, the engine
-    speculation."""
-    if name not in _PLACES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -27,17 +27,14 @@ from dsv4.cache.paged import PagedCache
 from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, under_pressure
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.cache.streams import MAX_DRAFTS
-from dsv4.engine.generate import beyond_checkpoint, check_ids
-from dsv4.engine.passes import Logits, Passes
-from dsv4.engine.requests import Request, Result
+from dsv4.engine.acceptance import Drawn
+from dsv4.engine.limits import beyond_checkpoint, check_ids
+from dsv4.engine.passes import Passes
+from dsv4.engine.state import PagedWork, Request, Result
 from dsv4.engine.watch import Watch
-from dsv4.engine.work import Work
-from dsv4.errors import ContextOverrun, Dsv4Error, InputError, NotFinite, OutOfPages
+from dsv4.errors import ContextOverrun, Dsv4Error, InputError, OutOfPages
 from dsv4.model.causal import CausalLM
-from dsv4.sampling import sample
-from dsv4.speculation.accept import accept_drawn
-from dsv4.speculation.draft import Drafter
-from dsv4.speculation.loop import check_can_speculate
+from dsv4.speculation.draft import Drafter, check_can_speculate
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.result import Speculation
 from dsv4.speculation.verify import default
@@ -74,36 +71,34 @@ class BatchEngine:
             raise InputError(f"the policy {policy.name!r} was given and nothing drafts; give a drafter too")
         self.model, self.cache, self.prefixes = model, cache, PrefixTree(cache)
         self.drafter, self.policy = drafter, policy or Static(drafter.draft_tokens if drafter else 0)
-        self.passes, self.watch = Passes(model, cache, drafter, verify), Watch(cache)
+        drawn = Drawn(cache.batch, model.device)
+        self.passes, self.watch = Passes(model, cache, drafter, drawn, verify, on_end=self._end), Watch(cache)
         self.stop_ids, self.together = frozenset(stop_ids), together
         self.on_result, self.clock = on_result or (lambda result: None), clock
-        self.waiting: list[Work] = []
-        self.running: list[Work] = []
+        self.waiting: list[PagedWork] = []
+        self.running: list[PagedWork] = []
         self.steps = self.arrivals = self.evictions = 0
         # after an eviction no request joins until one leaves; otherwise two requests could evict each other forever
         self._tight = False
 
     def submit(self, request: Request) -> None:
         """Queue a request. One that can never run ends at once, with its error as its result."""
-        result = Result(
-            request.id, len(request.prompt_ids), speculation=Speculation(self.drafter.name if self.drafter else "off")
-        )
         self.arrivals += 1
-        policy = request.policy or self.policy
-        work = Work(
+        method = self.drafter.name if self.drafter else "off"
+        work = PagedWork(
             request,
-            self.arrivals,
-            self.clock(),
-            list(request.prompt_ids),
-            result,
-            policy,
+            Result(request.id, len(request.prompt_ids), speculation=Speculation(method)),
+            self.cache.max_context,
             torch.Generator().manual_seed(request.sampling.seed),
-            state=policy.initial(),
+            request.policy or self.policy,
+            self.stop_ids,
+            clock=self.clock,
+            arrival=self.arrivals,
         )
         try:
             self._check(request)
         except Dsv4Error as error:
-            self._end(work, "error", error)
+            self._end(work, error)
             return
         self.waiting.append(work)
 
@@ -112,7 +107,8 @@ class BatchEngine:
         work = next((w for w in self.waiting + self.running if w.request.id == id), None)
         if work is None:
             raise InputError(f"request {id!r} neither waits nor runs; it has ended, or was never submitted")
-        self._end(work, "cancelled")
+        work.result.stop_reason = "cancelled"
+        self._end(work)
 
     def run(self) -> None:
         """Step until no request waits or runs."""
@@ -175,21 +171,23 @@ class BatchEngine:
             if not work.result.evictions:
                 self.prefixes.ask(work.request.prompt_ids)
 
-    def _leave(self, work: Work) -> None:
+    def _leave(self, work: PagedWork) -> None:
         if work.row is not None:
             self.cache.leave(work.row)
             self.running.remove(work)
             work.row = None
 
-    def _end(self, work: Work, reason: str, error: Dsv4Error | None = None) -> None:
+    def _end(self, work: PagedWork, error: Dsv4Error | None = None) -> None:
+        """A request has ended; it does now if there is an error."""
         self._leave(work)
         if work in self.waiting:
             self.waiting.remove(work)
         self._tight = False
-        work.result.stop_reason, work.result.error = reason, error
+        if error is not None:
+            work.result.stop_reason, work.result.error = "error", error
         self.on_result(work.result)
 
-    def _evict(self, work: Work) -> None:
+    def _evict(self, work: PagedWork) -> None:
         self._leave(work)
         self.waiting.append(work)
         self.evictions += 1
@@ -207,7 +205,7 @@ class BatchEngine:
 
     # ---- steps ---------------------------------------------------------------------------
 
-    def _guard(self, works: list[Work], act: Callable[[list[Work]], None]) -> None:
+    def _guard(self, works: list[PagedWork], act: Callable[[list[PagedWork]], None]) -> None:
         """Call act(works). When pages are short, evict requests and try again; requests that still fail end with their
         error."""
         try:
@@ -215,7 +213,7 @@ class BatchEngine:
         except OutOfPages as error:
             victim = min(self.running, key=lambda w: (w.request.priority, w.epsilon, w.used, -w.arrival))
             if len(self.running) == 1:
-                self._end(victim, "error", error)
+                self._end(victim, error)
                 return
             self._evict(victim)
             left = [w for w in works if w.row is not None]
@@ -224,9 +222,9 @@ class BatchEngine:
         except Dsv4Error as error:
             for work in works:
                 if work.row is not None:
-                    self._end(work, "error", error)
+                    self._end(work, error)
 
-    def _advance(self, works: list[Work]) -> None:
+    def _advance(self, works: list[PagedWork]) -> None:
         """Run one piece of one request, its row alone."""
         [work] = works
         if self.cache.lengths[work.row] < work.text:
@@ -237,7 +235,7 @@ class BatchEngine:
         else:
             self._pass(works)
 
-    def _read(self, work: Work) -> None:
+    def _read(self, work: PagedWork) -> None:
         """Run one piece of a request's text. A prefix that another request has just finished is borrowed, not run
         again."""
         prompt, b = len(work.request.prompt_ids), work.row
@@ -254,81 +252,15 @@ class BatchEngine:
         if end % BLOCK == 0 and end <= prompt:
             self.prefixes.remember(b, work.ids[:end], work.streams)
         if new:
-            tokens, error = self._accept(work, logits, [])
-            if self._give(work, tokens, error):
-                self.passes.commit_next(work, tokens[0])
+            self.passes.first([work], logits, self.passes.behind(work))
         elif end == work.text:  # the request resumes
-            self.passes.commit_next(work, work.ids[end])
+            self.passes.follow(work, work.ids[end])
 
-    def _pass(self, works: list[Work]) -> None:
+    def _pass(self, works: list[PagedWork]) -> None:
         """Run a pass of one request, or of several in one batch."""
-        outcome = self.passes.take(works)
-        self.watch.saw(outcome.pressed)
-        came = []
+        self.watch.saw(self.passes.advance(works))
         for work in works:
-            if work.row is None:  # cancelled by the callback of another result
-                continue
             work.used = self.steps
-            drafts = outcome.drafts[work.row]
-            if work.row in outcome.broken:
-                self._end(
-                    work,
-                    "error",
-                    NotFinite(
-                        f"the draft logits after {len(work.ids)} tokens are not finite; audit the checkpoint's "
-                        "MTP block, or decode with --speculate off"
-                    ),
-                )
-                continue
-            tokens, error = self._accept(work, outcome.logits[work.row], drafts)
-            accepted = sum(token == draft for token, draft in zip(tokens, drafts))
-            if tokens:
-                work.result.speculation.passed(len(drafts), accepted, outcome.steps[work.row])
-                work.result.pressed_history.append(outcome.pressed)
-            work.observe(accepted, len(drafts))
-            if self._give(work, tokens, error):
-                came.append((work, tokens))
-        going = [(work, tokens) for work, tokens in came if work.row is not None]
-        if going:
-            self.passes.keep(outcome, going)
-
-    def _accept(self, work: Work, logits: Logits, drafts: list[int]) -> tuple[list[int], NotFinite | None]:
-        """The new tokens of a request, from logits [W + 1] after its last token and after each of its drafts, up to a
-        stop id. Logits that are not finite end them too, and then the error is also returned."""
-        tokens, greedy = [], work.request.sampling.temperature == 0
-
-        def draw(place: int) -> int:
-            if not logits.finite[place]:
-                raise NotFinite(
-                    f"the logits after {len(work.ids) + place} tokens are not finite; audit the checkpoint and numerics"
-                )
-            return logits.best[place] if greedy else sample(logits.values[place], work.request.sampling, work.generator)
-
-        try:
-            for token in accept_drawn(drafts, draw):
-                tokens.append(token)
-                if token in self.stop_ids:
-                    break
-        except NotFinite as error:
-            return tokens, error
-        return tokens, None
-
-    def _give(self, work: Work, tokens: list[int], error: NotFinite | None) -> bool:
-        """Report new tokens of a request, which came at once. Returns whether the request continues."""
-        now, result = self.clock(), work.result
-        for token in tokens:
-            if result.token_ids:
-                result.between_tokens.append(now - work.last_token)
-            else:
-                result.first_token = now - work.submitted
-            work.last_token = now
-            work.ids.append(token)
-            result.token_ids.append(token)
-        if error is not None:
-            self._end(work, "error", error)
-        elif tokens[-1] in self.stop_ids or not work.left:
-            self._end(work, "eos" if tokens[-1] in self.stop_ids else "max_tokens")
-        return work.row is not None
 
     # ---- figures -------------------------------------------------------------------------
 

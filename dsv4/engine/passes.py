@@ -1,75 +1,164 @@
-"""How rows of the engine run: text in pieces, and passes that verify drafts.
+"""One pass over rows of a cache: draft, verify, decide, give, keep. The engine's text in pieces runs here too.
 
-Text is known before it runs: a prompt, or the tokens of an evicted request. The MTP block runs one token behind,
-because its entry at a token needs the next token too. So its pieces are the same whether a row began cold or with a
-borrowed prefix.
+A row always holds one final token that the model has not run yet. A pass runs it and the drafts after it, position by
+position as plain decoding would, and keeps the longest prefix that plain decoding could have produced. Caches are
+addressed by position, so a rewind only sets lengths: of window, entries, index keys, compressor rows and the MTP
+block's window.
 
-A pass runs a row's last token and the drafts after it. The last token takes its pages as text does: other requests may
-be evicted for it. Drafts get only free pages, and there are as few drafts as those allow: no request is evicted for a
-draft.
+On pages the last token takes its pages as text does: other requests may be evicted for it. Drafts get only free pages,
+and there are as few drafts as those allow: no request is evicted for a draft. Text is known before it runs: a prompt,
+or the tokens of an evicted request. The MTP block runs one token behind, because its entry at a token needs the next
+token too. So its pieces are the same whether a row began cold or with a borrowed prefix.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
-from dsv4.cache.paged import PagedCache
+from dsv4.cache.cache import Cache
 from dsv4.cache.paging import BLOCK
-from dsv4.engine.work import Pass, Work
+from dsv4.engine.acceptance import Acceptance
+from dsv4.engine.state import PagedWork, Verdict, Work
+from dsv4.errors import Dsv4Error
 from dsv4.model.causal import CausalLM
-from dsv4.sampling import sample
 from dsv4.sending import sent
 from dsv4.speculation.draft import Drafter, Drafts
-from dsv4.speculation.policy import room
-
-
-@dataclass
-class PassOutcome:
-    """A pass that ran. logits: of each row after its last token and after each of its drafts; streams [B, W + 1, n, d],
-    None if not wanted; ran: how many tokens of each row; drafts: of each row; steps: of the drafting model; pressed:
-    whether sizes were chosen under pressure; broken: rows whose draft logits were not finite."""
-
-    logits: dict[int, "Logits"]
-    streams: torch.Tensor | None
-    ran: list[int]
-    drafts: dict[int, list[int]]
-    steps: dict[int, int]
-    pressed: bool
-    broken: set[int]
-
-
-class Logits(NamedTuple):
-    """values fp32 [M, vocab]; the likeliest token of each of the M, and whether all its logits are finite."""
-
-    values: torch.Tensor
-    best: list[int]
-    finite: list[bool]
-
-
-def read(values: torch.Tensor, beside: torch.Tensor | None = None) -> tuple[list[Logits], list[list[int]]]:
-    """Split values [N, M, vocab] into those of each row; the int64 [N, …] results come as lists. Here the host waits
-    for the device, once for all of them."""
-    M = values.shape[1]
-    read_back = torch.cat(
-        (values.argmax(-1), values.isfinite().all(-1), *([] if beside is None else [beside])), 1
-    ).tolist()
-    return [Logits(own, row[:M], list(map(bool, row[M : 2 * M]))) for own, row in zip(values, read_back)], [
-        row[2 * M :] for row in read_back
-    ]
+from dsv4.speculation.passes import Verify
 
 
 class Passes:
-    """Runs rows of `cache`. drafter None: nothing is drafted. verify(model, cache): makes what runs a pass."""
+    """Runs rows of `cache`, on pages or not. drafter None: nothing is drafted. verify(model, cache): makes what runs a
+    pass. prompts: of the rows that are there already. pressure(): whether pages are short, by default as the cache
+    says. on_end(work, error): called when a request has ended, or cannot go
+    on."""
 
-    def __init__(self, model: CausalLM, cache: PagedCache, drafter: Drafter | None, verify):
-        self.model, self.cache, self.drafter, self.verify = model, cache, drafter, verify(model, cache)
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: Cache,
+        drafter: Drafter | None,
+        acceptance: Acceptance,
+        verify: Callable[[CausalLM, Cache], Verify],
+        prompts: Sequence[list[int]] | None = None,
+        pressure: Callable[[], bool] | None = None,
+        on_end: Callable[[Work, Dsv4Error | None], None] = lambda work, error: None,
+    ):
+        self.model, self.cache, self.drafter, self.acceptance = model, cache, drafter, acceptance
+        self.verify, self.on_end = verify(model, cache), on_end
+        self.pressure = pressure or (lambda: cache.under_pressure)
         self.wants_streams = drafter is not None and drafter.needs_streams
-        self._drawing: dict[int, tuple[Work, torch.Generator]] = {}
         if drafter is not None:
-            drafter.begin([[] for _ in range(cache.batch)], model, cache, self._choose)
+            drafter.begin(prompts or [[] for _ in range(cache.batch)], model, cache, acceptance.choose)
 
-    def join(self, work: Work, text: int) -> None:
+    # ---- a pass --------------------------------------------------------------------------
+
+    def advance(self, works: Sequence[Work]) -> bool:
+        """Run one pass over `works`, which get its tokens; one that has ended rests. Returns whether its sizes were
+        chosen under pressure. Raises OutOfPages before it runs anything."""
+        for work in works:  # all rows get pages for final tokens before any row gets pages for drafts
+            self.cache.make_room(slice(work.row, work.row + 1), 1)
+        pressed, before = self.pressure(), self.cache.lengths
+        self.acceptance.begin(works)
+        drafts = self._draft(self._sizes(works, pressed))
+        ids, counts = self._pending(works, drafts)
+        logits, streams = self.verify(ids, counts, self.wants_streams)
+        back = [now - was for now, was in zip(self.cache.lengths, before)]
+        came, places = {}, [work.row for work in works]
+        for work, b, verdict in zip(works, places, self.acceptance.judge(works, logits, drafts)):
+            if work.active:  # else it rested, or the callback of another result cancelled it
+                n = work.take(verdict, drafts.steps[b], pressed)
+                back[b] -= n
+                self._settle(work, verdict, n, came)
+        for work, b in zip(works, places):
+            if work.row is None:  # it has left its row, which is empty
+                back[b] = 0
+                came.pop(b, None)
+        if any(back) or came:
+            self._hold(streams, came, back)
+        return pressed
+
+    def first(self, works: Sequence[Work], logits: torch.Tensor, streams: torch.Tensor | None) -> None:
+        """Give the token after each prompt. logits fp32 [B, 1, vocab] and, if the drafter wants them, streams [B, 1, n,
+        d]: of the prompts' last tokens."""
+        self.acceptance.begin(works)
+        none, came = self._draft([0] * self.cache.batch), {}
+        for work, verdict in zip(works, self.acceptance.judge(works, logits, none)):
+            self._settle(work, verdict, work.give(verdict.tokens), came)
+        self._commit(streams, came)
+
+    def _settle(self, work: Work, verdict: Verdict, n: int, came: dict[int, list[int]]) -> None:
+        """A request got the first n tokens of a verdict: note them in `came` if it goes on, else end it."""
+        if work.active and verdict.error is None:
+            came[work.row] = verdict.tokens[:n]
+        else:
+            self.on_end(work, verdict.error)
+
+    def _hold(self, streams: torch.Tensor | None, came: dict[int, list[int]], back: list[int]) -> None:
+        """Rewind each row by what it ran and does not keep; came[b]: the tokens of row b that came out, of which the
+        last has not run yet."""
+        self.cache.rewind(back)
+        for b in came:
+            self.cache.commit(b)
+        self._commit(streams, came)
+
+    def _commit(self, streams: torch.Tensor | None, came: dict[int, list[int]]) -> None:
+        """Report tokens to the drafter. streams [B, T, n, d]: the model's at the positions before them."""
+        if self.drafter is not None and came:
+            counts = [len(came.get(b, ())) for b in range(self.cache.batch)]
+            ids = torch.tensor([came.get(b, []) + [0] * (max(counts) - n) for b, n in enumerate(counts)])
+            self.drafter.commit(streams, ids, counts)
+
+    def _sizes(self, works: Sequence[Work], pressed: bool) -> list[int]:
+        """The number of drafts of each row: the policy's size, within what the request and the cache allow, and the
+        free pages. Takes the pages."""
+        sizes = [0] * self.cache.batch
+        if self.drafter is None:
+            return sizes
+        for policy in dict.fromkeys(work.policy for work in works):  # rows of one policy are decided together
+            own = [work for work in works if work.policy is policy]
+            chosen = policy.choose([work.state if work.active else None for work in own], pressed)
+            for work, wanted in zip(own, chosen, strict=True):
+                sizes[work.row] = self._reserve(work, work.drafts(wanted, self.cache.max_rewind))
+        return sizes
+
+    def _reserve(self, work: Work, size: int) -> int:
+        """Take pages for up to `size` drafts. Returns for how many there were free ones."""
+        b, row, due = work.row, slice(work.row, work.row + 1), self.drafter.due(work.row)
+        block = self.drafter.needs_mtp
+        while size > 0 and not (
+            self.cache.fits([b], 1 + size) and (not block or self.cache.fits([b], due + size - 1, mtp=True))
+        ):
+            size -= 1
+        if size <= 0:
+            return 0
+        if block:
+            self.cache.make_room(row, due, mtp=True)
+        self.cache.speculate(b, final=1)
+        self.cache.make_room(row, 1 + size)
+        if block:
+            self.cache.make_room(row, due + size - 1, mtp=True)
+        return size
+
+    def _draft(self, sizes: list[int]) -> Drafts:
+        """Drafts of these sizes, on the device."""
+        if not any(sizes):
+            none = torch.zeros(len(sizes), 0, dtype=torch.int64, device=self.model.device)
+            return Drafts(none, sizes, None, [0] * len(sizes))
+        drafts = self.drafter.draft(sizes)
+        return drafts._replace(tokens=sent(drafts.tokens, self.model.device))
+
+    def _pending(self, works: Sequence[Work], drafts: Drafts) -> tuple[torch.Tensor, list[int]]:
+        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of each
+        row."""
+        pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
+        counts = [0] * self.cache.batch
+        for work in works:
+            pending[work.row, 0], counts[work.row] = work.ids[-1], (1 + drafts.sizes[work.row]) * work.active
+        return torch.cat((sent(pending, self.model.device), drafts.tokens), 1), counts
+
+    # ---- text, on pages ------------------------------------------------------------------
+
+    def join(self, work: PagedWork, text: int) -> None:
         """`work` has joined its row, which is empty; its first `text` tokens will run as text."""
         work.text, work.again, work.streams = text, 0, None
         if text == len(work.ids):
@@ -77,11 +166,9 @@ class Passes:
         if self.drafter is not None:
             self.drafter.join(work.row, work.ids[:text])
 
-    # ---- text ----------------------------------------------------------------------------
-
-    def read(self, work: Work, start: int, end: int, last: bool) -> Logits | None:
-        """Run tokens start … end − 1 of a row's text; returns the logits [1] after the last if wanted. Raises
-        OutOfPages before it runs anything."""
+    def read(self, work: PagedWork, start: int, end: int, last: bool) -> torch.Tensor | None:
+        """Run tokens start … end − 1 of a row's text; returns the logits [B, 1, vocab], right in that row, after the
+        last if wanted. Raises OutOfPages before it runs anything."""
         b, row = work.row, slice(work.row, work.row + 1)
         begun = work.streams is not None
         self.cache.make_room(row, end - start)
@@ -104,46 +191,19 @@ class Passes:
             if len(behind) > 1:
                 following, counts = self._alone(b, torch.tensor(work.ids[end - len(behind) + 1 : end]))
                 self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
-        return read(logits[b : b + 1])[0][0] if last else None
+        return logits
 
-    def commit_next(self, work: Work, token: int) -> None:
+    def behind(self, work: PagedWork) -> torch.Tensor | None:
+        """Streams [B, 1, n, d] of the last token of a row's text, which are then forgotten; None if nobody wants
+        them."""
+        streams, work.streams = work.streams, None
+        return None if streams is None else self._alone(work.row, streams)[0]
+
+    def follow(self, work: PagedWork, token: int) -> None:
         """`token` comes after the text, all of which has run."""
-        if self.drafter is not None:
-            streams = None if work.streams is None else self._alone(work.row, work.streams)[0]
-            ids, counts = self._alone(work.row, torch.tensor([token]))
-            self.drafter.commit(streams, ids, counts)
-        work.streams = None
+        self._commit(self.behind(work), {work.row: [token]})
 
-    def _alone(self, b: int, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """values [T, ...] of row b as a batch [B, T, ...] in which the other rows rest, and the counts."""
-        whole = values.new_zeros(self.cache.batch, *values.shape)
-        whole[b] = values
-        return whole, [len(values) * (row == b) for row in range(self.cache.batch)]
-
-    # ---- passes --------------------------------------------------------------------------
-
-    def take(self, works: list[Work]) -> PassOutcome:
-        """Run one pass over `works`: draft and verify. Raises OutOfPages before it runs anything."""
-        for work in works:  # all rows get pages for final tokens before any row gets pages for drafts
-            self.cache.make_room(slice(work.row, work.row + 1), 1)
-        pressed = self.cache.under_pressure
-        drafts, finite = self._draft(works, self._sizes(works, pressed))
-        ids, counts = self._pending(works, drafts)
-        values, streams = self.verify(ids, counts, self.wants_streams)
-        rows = slice(works[0].row, works[0].row + 1) if len(works) == 1 else slice(0, self.cache.batch)
-        logits, read_back = read(values[rows], torch.cat((finite.unsqueeze(1), ids[:, 1:]), 1)[rows])
-        of = dict(zip(range(rows.start, rows.stop), zip(logits, read_back)))
-        return PassOutcome(
-            {w.row: of[w.row][0] for w in works},
-            streams,
-            counts,
-            {w.row: of[w.row][1][1 : counts[w.row]] for w in works},
-            {w.row: drafts.steps[w.row] for w in works},
-            pressed,
-            {w.row for w in works if not of[w.row][1][0]},
-        )
-
-    def again(self, work: Work) -> None:
+    def again(self, work: PagedWork) -> None:
         """Run the next pass of a row that resumes, as it first ran. Raises OutOfPages before it runs anything."""
         drafts, kept = work.passes[work.again]
         row, start = slice(work.row, work.row + 1), self.cache.lengths[work.row]
@@ -153,89 +213,12 @@ class Passes:
             self.drafter.settle(work.row)
         ids, counts = self._alone(work.row, torch.tensor([work.ids[start], *drafts]))
         _, streams = self.verify(ids, counts, self.wants_streams)
-        self._hold(streams, {work.row: work.ids[start + 1 : start + 1 + kept]}, counts)
+        back = [n - kept if n else 0 for n in counts]
+        self._hold(streams, {work.row: work.ids[start + 1 : start + 1 + kept]}, back)
         work.again += 1
 
-    def keep(self, outcome: PassOutcome, came: list[tuple[Work, list[int]]]) -> None:
-        """Keep the tokens that the pass gave to rows that continue, except the last of each row, which has not run
-        yet."""
-        self._hold(outcome.streams, {work.row: tokens for work, tokens in came}, outcome.ran)
-        for work, tokens in came:
-            work.passes.append(Pass(outcome.drafts[work.row], len(tokens)))
-            work.again = len(work.passes)
-
-    def _hold(self, streams: torch.Tensor | None, came: dict[int, list[int]], ran: list[int]) -> None:
-        """Of the ran[b] tokens that row b just ran, keep as many as were accepted."""
-        counts = [len(came.get(b, ())) for b in range(self.cache.batch)]
-        self.cache.rewind([ran[b] - n if n else 0 for b, n in enumerate(counts)])
-        for b in came:
-            self.cache.commit(b)
-        if self.drafter is not None:
-            ids = torch.tensor([came.get(b, []) + [0] * (max(counts) - n) for b, n in enumerate(counts)])
-            self.drafter.commit(streams, ids, counts)
-
-    def _sizes(self, works: list[Work], pressed: bool) -> list[int]:
-        """The number of drafts of each row: the policy's size, within the context, the tokens still to generate, the
-        cache's rewind, and the free pages. Takes the pages."""
-        sizes = [0] * self.cache.batch
-        if self.drafter is None:
-            return sizes
-        for policy in dict.fromkeys(work.policy for work in works):  # rows of one policy are decided together
-            own = [work for work in works if work.policy is policy]
-            for work, wanted in zip(own, policy.choose([w.state for w in own], pressed), strict=True):
-                most = room(work.left, self.cache.max_context - self.cache.lengths[work.row])
-                sizes[work.row] = self._reserve(work, min(wanted, most, self.cache.max_rewind - 1))
-        return sizes
-
-    def _reserve(self, work: Work, size: int) -> int:
-        """Take pages for up to `size` drafts. Returns for how many there were free ones."""
-        b, row, due = work.row, slice(work.row, work.row + 1), self.drafter.due(work.row)
-        block = self.drafter.needs_mtp
-        while size > 0 and not (
-            self.cache.fits([b], 1 + size) and (not block or self.cache.fits([b], due + size - 1, mtp=True))
-        ):
-            size -= 1
-        if size <= 0:
-            return 0
-        if block:
-            self.cache.make_room(row, due, mtp=True)
-        self.cache.speculate(b, final=1)
-        self.cache.make_room(row, 1 + size)
-        if block:
-            self.cache.make_room(row, due + size - 1, mtp=True)
-        return size
-
-    def _draft(self, works: list[Work], sizes: list[int]) -> tuple[Drafts, torch.Tensor]:
-        """Drafts of these sizes, and bool [B]: the rows whose draft logits were all finite."""
-        finite = self._finite = torch.ones(self.cache.batch, dtype=torch.bool, device=self.model.device)
-        if not any(sizes):
-            return Drafts(torch.zeros(self.cache.batch, 0, dtype=torch.int64), sizes, None, sizes), finite
-        # a draft is drawn as the token in its place will be, so equal logits give equal tokens; the request's own
-        # generator does not advance
-        self._drawing = {w.row: (w, _copy(w.generator)) for w in works}
-        return self.drafter.draft(sizes), finite
-
-    def _choose(self, logits: torch.Tensor, rows: list[int]) -> tuple[torch.Tensor, None]:
-        """Tokens int64 [M] of a drafting model's logits [M, vocab] for `rows`."""
-        tokens, finite = logits.argmax(-1), logits.isfinite().all(-1)
-        self._finite[sent(rows, finite.device)] &= finite
-        for i, b in enumerate(rows):
-            work, generator = self._drawing[b]
-            if work.request.sampling.temperature and finite[i]:
-                tokens[i] = sample(logits[i], work.request.sampling, generator)
-        return tokens, None
-
-    def _pending(self, works: list[Work], drafts: Drafts) -> tuple[torch.Tensor, list[int]]:
-        """What a pass runs: each row's last token and its drafts int64 [B, W + 1], on the device, and how many of each
-        row."""
-        pending = torch.zeros(self.cache.batch, 1, dtype=torch.int64)
-        counts = [0] * self.cache.batch
-        for work in works:
-            pending[work.row, 0], counts[work.row] = work.ids[-1], 1 + drafts.sizes[work.row]
-        return torch.cat([sent(ids, self.model.device) for ids in (pending, drafts.tokens)], 1), counts
-
-
-def _copy(generator: torch.Generator) -> torch.Generator:
-    found = torch.Generator()
-    found.set_state(generator.get_state())
-    return found
+    def _alone(self, b: int, values: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """values [T, ...] of row b as a batch [B, T, ...] in which the other rows rest, and the counts."""
+        whole = values.new_zeros(self.cache.batch, *values.shape)
+        whole[b] = values
+        return whole, [len(values) * (row == b) for row in range(self.cache.batch)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from dsv4.cache.paging import PRESSURE_PERCENT
 from dsv4.cache.prefixes import hit_rate
 from dsv4.engine import plots
-from dsv4.engine.requests import Result, percentiles
+from dsv4.engine.state import Result, percentiles
 from dsv4.speculation.documents import check_can_draw, write_whole
 
 

@@ -1,16 +1,14 @@
-"""Requests of a batch, one JSON line each, and their results."""
+"""Requests of a batch, one JSON line each."""
 
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
+from dsv4.engine.state import Request, Result
+from dsv4.engine.state import percentiles as percentiles  # its old place, until 0.4
 from dsv4.errors import Dsv4Error, InputError, brief
 from dsv4.sampling import Sampling
-from dsv4.speculation.policy import Policy
 from dsv4.speculation.result import Speculation
 
 WORDS = {
@@ -33,77 +31,6 @@ KEYS = {
     "top_p": (int, float),
 }
 DEFAULT = re.compile(r"line \d+")  # the name of a request without an id
-PERCENTILES = (50, 95, 99)
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt as token ids, and how to continue it. Requests of larger priority are evicted later. policy: how many
-    tokens it drafts; None: the engine's policy."""
-
-    id: str
-    prompt_ids: tuple[int, ...]
-    max_tokens: int = 128
-    priority: float = 0.0
-    sampling: Sampling = Sampling()
-    policy: Policy | None = None
-
-
-@dataclass
-class Result:
-    """The result of a request. stop_reason: 'eos', 'max_tokens', 'cancelled' or 'error' (then `error` is the
-    exception).
-
-    Times in seconds: first_token since the request was submitted, between_tokens one for each later token; tokens of
-    one pass come at once, 0 s apart. grafted: prompt tokens that were borrowed, before any eviction; evictions: how
-    often it lost its pages; speculation counts passes that first gave tokens, not those that ran again.
-    pressed_history: for each of them, whether its size was chosen under pressure.
-    """
-
-    id: str
-    prompt_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    stop_reason: str = ""
-    error: Dsv4Error | None = None
-    grafted: int = 0
-    evictions: int = 0
-    first_token: float | None = None
-    between_tokens: list[float] = field(default_factory=list)
-    speculation: Speculation = field(default_factory=lambda: Speculation("off"))
-    pressed_history: list[bool] = field(default_factory=list)
-
-    def document(self, text: str | None = None) -> dict:
-        """JSON values; `text` of the tokens, if there is a tokenizer."""
-        error = None if self.error is None else {"type": type(self.error).__name__, "message": str(self.error)}
-        spec = self.speculation
-        return {
-            "id": self.id,
-            "text": text,
-            "token_ids": self.token_ids,
-            "stop_reason": self.stop_reason,
-            "error": error,
-            "prompt_tokens": self.prompt_tokens,
-            "grafted_tokens": self.grafted,
-            "evictions": self.evictions,
-            "speculation": spec.method,
-            "drafted": spec.proposed,
-            "accepted": spec.accepted,
-            "acceptance": spec.acceptance,
-            "mean_block_size": spec.mean_block_size,
-            "block_size_variance": spec.block_size_variance,
-            "block_size_history": spec.block_size_history,
-            "accepted_history": spec.accepted_history,
-            "pressed_history": self.pressed_history,
-            "time_to_first_token_seconds": self.first_token,
-            "inter_token_percentiles_seconds": percentiles(self.between_tokens),
-            "inter_token_seconds": self.between_tokens,
-        }
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """The 50th, 95th and 99th percentile, with linear interpolation, as 'p50', 'p95' and 'p99'; None if `values` is
-    empty."""
-    return {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} if len(values) else None
 
 
 def read_requests(

@@ -1,9 +1,9 @@
 """Speculative generation: drafts from a cheap source, one pass of the model that verifies them all, and a rewind of the
 wrong ones.
 
-- `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `loop`: the
-  generation; `rounds`: generation that stays on the device, with `device_drafters`, `choosing` and `noise`; `result`:
-  what is counted.
+- `draft`: where drafts come from (the MTP block, or the text itself); `accept`: which of them stay; `rounds`: passes
+  that stay on the device, with `device_drafters`, `choosing` and `noise`; `result`: what is counted. Requests that use
+  them are advanced by `dsv4.engine`.
 - `policy`: how many tokens to draft, the specification; `policy_device`: the policies for a batch on the device;
   `costs`, `trace`, `oracle`, `simulate`: what each size costs, which drafts would have been accepted, and what each
   policy gains.

@@ -203,3 +203,17 @@ class _NGrams:
                     drafted.append(self.tokens[i] if i < len(self.tokens) else drafted[i - len(self.tokens)])
                 return drafted
         return []
+
+
+def check_can_speculate(model: CausalLM, drafter: Drafter) -> None:
+    """Raises InputError, naming what to do instead, where `drafter` cannot run on this model."""
+    if model.backend == "training":
+        raise InputError(
+            "the training backend runs whole sequences and keeps no cache to rewind; speculate with reference, "
+            "cpu or triton"
+        )
+    if drafter.needs_mtp and not len(model.mtp):
+        raise InputError(
+            "drafting with the MTP block was asked for, and this model has none; use --speculate lookup, which "
+            "drafts from the text itself, or --speculate off"
+        )

@@ -159,16 +159,21 @@ class HostLoop(ABC):
         self, on_tokens: Callable[[int, list[int]], None] | None = None, until: Callable[[Iterable[bool]], bool] = all
     ) -> list[list[int]]:
         """Rounds until every row is done (until=any: the first of them); the rows' tokens. on_tokens(row, new tokens)
-        is called as they are known: every token once and in order, those of the last running rounds too.
-
-        With `ahead` rounds running the host polls for the oldest. Records that came early are read early, but their
-        sizes apply to the same later rounds.
-        """
+        is called as they are known: every token once and in order, those of the last running rounds too."""
         while not until(self.known.done):
-            self.counts.sizes.append(self.decided.popleft())
-            self._launch(min(max(self.counts.sizes[-1]), self.most))
-            while len(self.under_way) >= self.ring.ahead or self.under_way and self._ended(self.under_way[0]):
-                self._read(on_tokens)
+            self.advance(on_tokens)
+        return self.finish(on_tokens)
+
+    def advance(self, on_tokens: Callable[[int, list[int]], None] | None = None) -> None:
+        """Launch a round, and read the records of earlier ones. With `ahead` rounds running the host polls for the
+        oldest. Records that came early are read early, but their sizes apply to the same later rounds."""
+        self.counts.sizes.append(self.decided.popleft())
+        self._launch(min(max(self.counts.sizes[-1]), self.most))
+        while len(self.under_way) >= self.ring.ahead or self.under_way and self._ended(self.under_way[0]):
+            self._read(on_tokens)
+
+    def finish(self, on_tokens: Callable[[int, list[int]], None] | None = None) -> list[list[int]]:
+        """Read the records of all running rounds; returns the rows' tokens, and the caches' lengths are theirs."""
         while self.under_way:
             self._read(on_tokens)
         return self._settle()

@@ -1,4 +1,5 @@
-"""Prompts of a ragged batch, with the streams that drafting needs."""
+"""Prompts of a ragged batch, with the streams that drafting needs: what every generation from an empty cache begins
+with."""
 
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ def prefill(
     on_streams: OnStreams | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Append the prompts to an empty cache in the pieces that plain generation takes.
+    """Append the prompts to an empty cache in pieces of `model.chunk`.
 
     on_streams(streams [B, T, n, d], next ids int64 [B, T], counts): the main model's streams of a piece, the token
     after each, and for how many positions of each row that token is known (after a prompt's last token it is not).
@@ -25,9 +26,8 @@ def prefill(
     streams [B, 1, n, d].
     """
     lengths, chunk = [len(row) for row in prompts], model.chunk
-    longest, held = max(lengths), None
+    longest, held, logits = max(lengths), None, None
     ids = torch.tensor([row + [0] * (longest - n) for row, n in zip(prompts, lengths)])
-    logits = torch.empty(len(lengths), 1, model.config.vocab_size, device=model.device)
     for start in range(0, longest, chunk):
         counts = [min(chunk, max(0, n - start)) for n in lengths]
         ending = [b for b, n in enumerate(lengths) if start < n <= start + chunk]
@@ -41,6 +41,7 @@ def prefill(
         )
         fresh, streams = out if on_streams is not None else (out, None)
         if ending:
+            logits = fresh.clone() if logits is None else logits
             logits[ending] = fresh[ending]
         if streams is not None:
             held = streams[:, :1].clone() if held is None else held

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.engine.generate import generate_speculative
 from dsv4.probes.catalogue.speculation import SPARE, one
 from dsv4.probes.compare import tokens, window_of
 from dsv4.probes.probe import Probe
@@ -16,7 +17,6 @@ from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.known_drafts import KnownDrafter, decoded
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafts, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Static
 
 DEPTHS = (1, 3, 4, 5, MAX_DRAFTS)  # below, at and beyond the ratio of CSA

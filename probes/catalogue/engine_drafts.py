@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache.streams import MAX_DRAFTS
-from dsv4.engine.requests import Result
+from dsv4.engine.state import Result
 from dsv4.errors import RewindError
 from dsv4.probes.catalogue.speculation import Undrafted
 from dsv4.probes.compare import agreeing, token_errors

@@ -10,7 +10,7 @@ from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.engine.batch import BatchEngine
-from dsv4.engine.requests import Request
+from dsv4.engine.state import Request
 from dsv4.errors import OutOfPages, PageError
 from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from dsv4.engine.generate import generate_speculative
 from dsv4.model.causal import capacity, captures
 from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe
@@ -18,7 +19,6 @@ from dsv4.probes.scenes.speculative_rounds import outputs, states
 from dsv4.probes.subject import Subject
 from dsv4.speculation.captured import CapturedBlock
 from dsv4.speculation.draft import MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append, SingleSteps
 from dsv4.speculation.policy import Static
 

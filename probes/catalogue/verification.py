@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.engine.generate import generate_speculative
 from dsv4.model.causal import capacity
 from dsv4.probes.compare import TOLERANCES, agreeing, token_errors, tokens
 from dsv4.probes.probe import Probe
@@ -15,7 +16,6 @@ from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.known_drafts import KnownDrafter, decoded, promises_bits, single
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Static
 from dsv4.speculation.verify import default
 

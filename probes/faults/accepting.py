@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
+from dsv4.engine import acceptance
+from dsv4.engine.state import Work
 from dsv4.probes.faults import Site, mutation
-from dsv4.speculation import choosing, loop
+from dsv4.speculation import choosing
 from dsv4.speculation.accept import Accepted, draw
-from dsv4.speculation.loop import _Batch
 from dsv4.speculation.policy import Adaptive
 from dsv4.speculation.policy_device import DeviceAdaptive, DeviceCostAware, DeviceStatic, KernelCostAware
 from dsv4.speculation.rounds import Rounds
@@ -14,7 +15,7 @@ from dsv4.speculation.rounds import Rounds
 
 def greedy(site: Site, change) -> None:
     """Greedy acceptance of both decoders is change(what it gave, logits, drafts, sizes)."""
-    for module in (loop, choosing):
+    for module in (acceptance, choosing):
         real = module.accept_greedy
         site.patch(
             module,
@@ -25,7 +26,7 @@ def greedy(site: Site, change) -> None:
 
 def sampled(site: Site, change) -> None:
     """Rejection sampling of both decoders is change(what it was, its arguments)."""
-    for module in (loop, choosing):
+    for module in (acceptance, choosing):
         real = module.accept_sampled
         site.patch(module, "accept_sampled", lambda *args, real=real: change(real, *args))
 
@@ -155,31 +156,29 @@ def drafts_kept_by_the_inverse_ratio(site: Site) -> None:
 def stop_id_noticed_at_the_end_of_a_block(site: Site) -> None:
     """A row's tokens of a pass all come out; then it is seen that a stop id was among them."""
 
-    def give(batch, b, tokens):
-        held, stops = batch.rows[b].out, batch.stops
-        batch.stops = frozenset()
+    def give(work, tokens):
+        stops, work.stops = work.stops, frozenset()
         try:
-            n = real(batch, b, tokens)
+            n = real(work, tokens)
         finally:
-            batch.stops = stops
-        held.stop_reason = "eos" if stops & set(tokens) else held.stop_reason
+            work.stops = stops
+        work.result.stop_reason = "eos" if stops & set(tokens) else work.result.stop_reason
         return n
 
-    real = site.patch(_Batch, "_give", give)
+    real = site.patch(Work, "give", give)
 
 
 @mutation("1.13", bugs=(), parts=("stop id",), probes=("speculation",))
 def stop_id_among_the_drafts_ends_a_row(site: Site) -> None:
     """A pass that drafts a stop id ends the row, though the draft does not stay."""
 
-    def keep(batch, accepted, drafts, streams):
-        kept = real(batch, accepted, drafts, streams)
-        for b, row in enumerate(batch.rows):
-            if row.active and batch.stops & set(drafts.tokens[b, : drafts.sizes[b]].tolist()):
-                row.out.stop_reason = "eos"
-        return kept
+    def take(work, verdict, *rest):
+        n = real(work, verdict, *rest)
+        if work.active and work.stops & set(verdict.drafts):
+            work.result.stop_reason = "eos"
+        return n
 
-    real = site.patch(_Batch, "_keep", keep)
+    real = site.patch(Work, "take", take)
 
 
 @mutation("1.13", bugs=(), parts=("stop id",), probes=("speculation",))

@@ -6,11 +6,11 @@ import torch
 from dsv4.cache.cache import Cache
 from dsv4.cache.layer import LayerCache
 from dsv4.cache.rows import Entries, Tokens
+from dsv4.engine.passes import Passes
 from dsv4.probes.faults import Site, mutation
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.device_drafters import MTPDrafts
 from dsv4.speculation.draft import MTPDrafter
-from dsv4.speculation.loop import _Batch
 from dsv4.speculation.rounds import Rounds
 
 SECTION = "1.13", "Speculative decoding"
@@ -97,15 +97,10 @@ def guessed_entries_of_the_block_stay(site: Site) -> None:
 def one_rejected_draft_stays_in_the_cache(site: Site) -> None:
     """A pass rewinds one draft fewer than it rejects: what follows stands behind a token that never came out."""
 
-    def step(batch, pressure):
-        cache = batch.cache
-        cache.rewind = lambda counts: Cache.rewind(cache, [max(0, n - 1) for n in counts])
-        try:
-            real(batch, pressure)
-        finally:
-            del cache.rewind
+    def hold(passes, streams, came, back):
+        real(passes, streams, came, [max(0, n - 1) for n in back])
 
-    real = site.patch(_Batch, "step", step)
+    real = site.patch(Passes, "_hold", hold)
 
 
 # ---- the MTP block after a pass -----------------------------------------------------------

@@ -3,6 +3,7 @@
 import torch
 
 from dsv4.cache.paged import PagedCache
+from dsv4.engine.acceptance import Drawn
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.passes import Passes
 from dsv4.probes.faults import Site, mutation
@@ -90,14 +91,8 @@ def a_pass_as_wide_as_a_block_is_cut(site: Site) -> None:
 def rewinds(site: Site, change) -> None:
     """What `_hold` makes the cache forget becomes change(counts)."""
 
-    def hold(passes, streams, came, ran):
-        cache = passes.cache
-        real = cache.rewind
-        cache.rewind = lambda counts: real(change(list(counts)))
-        try:
-            held(passes, streams, came, ran)
-        finally:
-            del cache.rewind
+    def hold(passes, streams, came, back):
+        held(passes, streams, came, change(back))
 
     held = site.patch(Passes, "_hold", hold)
 
@@ -130,14 +125,14 @@ def engine_forgets_to_rewind_the_block(site: Site) -> None:
 def engine_takes_the_bonus_token_of_the_last_draft(site: Site) -> None:
     """Where all drafts stay, the token behind them is that of the logits before the last draft."""
 
-    def accept(engine, work, logits, drafts):
+    def accept(drawn, work, logits, drafts):
         if drafts:
             best, values = list(logits.best), logits.values.clone()
             best[len(drafts)], values[len(drafts)] = best[len(drafts) - 1], values[len(drafts) - 1]
             logits = logits._replace(best=best, values=values)
-        return real(engine, work, logits, drafts)
+        return real(drawn, work, logits, drafts)
 
-    real = site.patch(BatchEngine, "_accept", accept)
+    real = site.patch(Drawn, "accept", accept)
 
 
 @mutation("1.13", bugs=(141, 134), parts=("engine, after a cancelled row",), probes=("engine_drafts",))

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.engine import acceptance as passes
 from dsv4.probes.result import Check, compare
 from dsv4.sampling import Sampling
-from dsv4.speculation import choosing, loop
+from dsv4.speculation import choosing
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import BatchCost, CostTable
@@ -32,7 +33,7 @@ EQUAL = "the same choices by definition"
 
 def acceptance(seed: int, device: torch.device) -> Iterator[Check]:
     """Greedy and sampled acceptance, and the policies on `device`."""
-    for module, where in ((loop, "generate_speculative"), (choosing, "Rounds")):
+    for module, where in ((passes, "generate_speculative"), (choosing, "Rounds")):
         yield from greedy(module.accept_greedy, where, seed)
     for name, q in PROPOSALS.items():
         yield from sampled(name, q, seed)
@@ -95,7 +96,7 @@ def by_generator(q: torch.Tensor | None, seed: int) -> Accepted:
     else:
         drafts = torch.stack([torch.multinomial(row, DRAWS, True, generator=g) for row in q], 1)
     u = torch.rand(DRAWS, 3, generator=g, dtype=torch.float64)
-    return loop.accept_sampled(
+    return passes.accept_sampled(
         TARGET.expand(DRAWS, 3, 5),
         None if q is None else q.expand(DRAWS, 2, 5),
         drafts,
@@ -166,7 +167,7 @@ def never_at_zero() -> Check:
     """A draft of target probability 0 is rejected even at u = 0; one of target probability 1 is accepted even at the
     largest u."""
     p = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]] * 2)
-    count, tokens = loop.accept_sampled(
+    count, tokens = passes.accept_sampled(
         p,
         torch.full((2, 1, 2), 0.5),
         torch.tensor([[0], [1]]),

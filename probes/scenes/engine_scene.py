@@ -8,7 +8,7 @@ import torch
 from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.engine.batch import BatchEngine
-from dsv4.engine.requests import Request, Result
+from dsv4.engine.state import Request, Result
 from dsv4.probes.compare import tokens
 from dsv4.probes.scenes.cache_contents import Rows, visible
 from dsv4.probes.scenes.scripted import Script, Steered

@@ -8,8 +8,8 @@ from dsv4 import load_model
 from dsv4.cache.host_tier.choice import memory_named
 from dsv4.cache.paged import new_paged_cache
 from dsv4.engine.batch import BatchEngine
-from dsv4.engine.generate import generate
-from dsv4.engine.requests import Request
+from dsv4.engine.generate import generate, generate_speculative
+from dsv4.engine.state import Request
 from dsv4.errors import InputError, KernelFailed, KernelMismatch, KernelNotReached
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.fusions import COMPOSITIONS
@@ -19,7 +19,6 @@ from dsv4.runtime import user_kernels
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.sampling import Sampling
 from dsv4.speculation.draft import MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.conftest import ROOT
 
 SOURCE = """

@@ -10,7 +10,7 @@ import torch
 
 from dsv4.cache.paging import pool_pages
 from dsv4.engine import BatchEngine, Request, read_requests
-from dsv4.engine.passes import read
+from dsv4.engine.acceptance import read
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
 from dsv4.sampling import Sampling, sample
 from tests.conftest import ROOT
@@ -48,14 +48,14 @@ def _alone(model, prompt: tuple[int, ...], tokens: int, sampling: Sampling) -> t
 
 def watched(engine) -> dict[str, list]:
     """The logits that each request's tokens will be chosen from, by id."""
-    seen, accept = {}, engine._accept
+    seen, accept = {}, engine.passes.acceptance.accept
 
     def watch(work, logits, drafts):
         tokens, error = accept(work, logits, drafts)
         seen.setdefault(work.request.id, []).extend(logits.values[: len(tokens)].clone())
         return tokens, error
 
-    engine._accept = watch
+    engine.passes.acceptance.accept = watch
     return seen
 
 
@@ -257,9 +257,9 @@ def test_faults_of_some_requests_harm_no_other(model, asked):
 def test_a_request_whose_logits_are_not_finite_ends_alone(model, asked):
     requests, expected = asked
     engine, results = engine_of(model)
-    accept = engine._accept
+    accept = engine.passes.acceptance.accept
     spoiled = lambda work: float("nan") if work.request.id == "r1" and work.result.token_ids else 1.0
-    engine._accept = lambda work, logits, drafts: accept(
+    engine.passes.acceptance.accept = lambda work, logits, drafts: accept(
         work, read((logits.values * spoiled(work)).unsqueeze(0))[0][0], drafts
     )
     run(engine, requests[:3])

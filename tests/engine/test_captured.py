@@ -8,11 +8,11 @@ import torch
 
 from dsv4.cache.paged_view import PagedView
 from dsv4.cache.paging import pool_pages
+from dsv4.engine.generate import generate_speculative
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.speculation import MAX_DRAFTS, Static
 from dsv4.speculation.captured import Captured, CapturedBlock
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.engine.conftest import paged, prefill, random_ids, same
 from tests.engine.test_batch import nothing_is_held, requests_of, run
 from tests.engine.test_speculation import DRAFTERS, adds_up, alone, engine_of, knowing, prompts_of, tokens_of

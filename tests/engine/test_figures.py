@@ -8,7 +8,7 @@ import pytest
 from dsv4.cache.paging import PagePool
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.report import document, markdown, request_document
-from dsv4.engine.requests import percentiles
+from dsv4.engine.state import percentiles
 from dsv4.engine.watch import POINTS, SAMPLED, Watch
 from dsv4.speculation import Static
 from dsv4.speculation.result import Speculation

@@ -12,7 +12,7 @@ from dsv4.cache.paging import PagePool
 from dsv4.commands.generate import speculation_notes
 from dsv4.engine.plots import committed, svg
 from dsv4.engine.report import markdown
-from dsv4.engine.requests import percentiles
+from dsv4.engine.state import percentiles
 from dsv4.engine.watch import POINTS, Watch
 from tests.engine.conftest import random_ids
 

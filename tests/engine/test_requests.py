@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dsv4.engine import Request, read_requests
-from dsv4.engine.requests import Result
+from dsv4.engine.state import Result
 from dsv4.errors import InputError
 
 GOOD = '{"id": "a", "token_ids": [1, 2], "max_tokens": 2}'

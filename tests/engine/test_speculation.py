@@ -61,7 +61,7 @@ def tokens_of(results) -> dict[str, list[int]]:
 
 def watched_drafts(engine) -> dict[str, list]:
     """The logits that the MTP block's drafts were chosen from, by id."""
-    seen, choose = {}, engine.passes._choose
+    seen, choose = {}, engine.passes.acceptance.choose
 
     def watch(logits, rows):
         for b, row in zip(rows, logits):

@@ -7,7 +7,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.engine import BatchEngine, Request
-from dsv4.engine.passes import read
+from dsv4.engine.acceptance import read
 from dsv4.errors import ContextOverrun, InputError, NotFinite, OutOfPages
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.draft import MTPDrafter
@@ -72,7 +72,7 @@ def test_one_that_is_cancelled_while_results_are_given_out(model, together, ende
 def test_logits_that_are_not_finite_end_a_request_alone(model, asked, place):
     requests, expected = asked
     engine, results = engine_of(model, knowing(model, requests), policy=Static(4))
-    accept = engine._accept
+    accept = engine.passes.acceptance.accept
 
     def spoiled(work, logits, drafts):
         if work.request.id == "r1" and drafts:
@@ -81,7 +81,7 @@ def test_logits_that_are_not_finite_end_a_request_alone(model, asked, place):
             logits = read(values.unsqueeze(0))[0][0]
         return accept(work, logits, drafts)
 
-    engine._accept = spoiled
+    engine.passes.acceptance.accept = spoiled
     run(engine, requests[:3])
     assert isinstance(results["r1"].error, NotFinite) and results["r1"].token_ids == expected["r1"][: 1 + place]
     assert results["r0"].token_ids == expected["r0"] and results["r2"].token_ids == expected["r2"]
@@ -93,7 +93,7 @@ def test_a_drafting_block_that_is_not_finite_ends_its_request_alone(model, asked
     """Of a sampled request, whose draft could not be drawn."""
     requests, expected = asked
     engine, results = engine_of(model, MTPDrafter(), policy=Static(4), together=together)
-    choose = engine.passes._choose
+    choose = engine.passes.acceptance.choose
 
     def spoiled(logits, rows):
         row = next((w.row for w in engine.running if w.request.id == "r1"), None)

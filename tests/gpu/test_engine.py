@@ -8,7 +8,7 @@ from dsv4 import load_model
 from dsv4.cache.paged import new_paged_cache
 from dsv4.engine import BatchEngine, Request
 from dsv4.engine.batch import REWIND
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.kernels.block_choice import Policy
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.tokenizer import Tokenizer
@@ -16,7 +16,6 @@ from dsv4.sampling import Sampling
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from scripts.bench.speculation_traces import PROMPT, ROOT
 from scripts.bench.waits import counted_syncs
 from tests.texts import CODE, PROSE
@@ -121,8 +120,8 @@ def test_the_host_waits_once_a_pass(model, texts, drafter, policy, together):
         engine.submit(Request(f"again {i}", tuple(ids), 48))
     while not (len(engine.running) == 3 and all(len(w.result.token_ids) > 4 for w in engine.running)):
         engine.step()
-    passes, take = [], engine.passes.take
-    engine.passes.take = lambda works: (passes.append(len(works)), take(works))[1]
+    passes, advance = [], engine.passes.advance
+    engine.passes.advance = lambda works: (passes.append(len(works)), advance(works))[1]
     with counted_syncs() as waits:
         for _ in range(5):
             engine.step()

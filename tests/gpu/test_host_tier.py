@@ -182,12 +182,10 @@ def test_captured_steps_of_a_model(gqa_folder, name, ahead):
 def test_text_of_a_model(gqa_folder, speculate):
     from dsv4 import load_model
     from dsv4.cache.host_tier.choice import HostMemory
-    from dsv4.engine.generate import generate
+    from dsv4.engine.generate import generate, generate_on_device, generate_speculative
     from dsv4.kernels.block_choice import Policy
     from dsv4.model.gqa.choice import Attention
-    from dsv4.speculation.device_loop import generate_on_device
     from dsv4.speculation.draft import LookupDrafter
-    from dsv4.speculation.loop import generate_speculative
 
     model = load_model(
         gqa_folder, numerics="native", device="cuda", attention=Attention(Policy("bound", "bound", 16, 1, 2, 3))

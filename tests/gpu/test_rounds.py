@@ -5,15 +5,13 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_on_device, generate_speculative
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.sampling import Sampling
 from dsv4.speculation import Adaptive, CostAware, Static, on_device
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.device_drafters import primed
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import ROLES, uniforms
 from dsv4.speculation.policy_device import DevicePolicy
 from dsv4.speculation.rounds import Rounds

@@ -10,13 +10,12 @@ import torch
 
 from dsv4.cache.paging import pool_pages
 from dsv4.engine import BatchEngine, Request
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import ContextOverrun, InputError, OutOfPages
 from dsv4.model.gqa.choice import Attention
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.captured import Captured
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.checkpoints import edit_config
 from tests.engine.conftest import paged, random_ids, same
 from tests.engine.test_batch import SAMPLED, nothing_is_held, requests_of, run, watched

@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.gqa.choice import Attention
 from dsv4.speculation.draft import LookupDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.conftest import TOLERANCE
 from tests.gqa import masked, oracle
 

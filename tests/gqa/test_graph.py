@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_on_device, generate_speculative
 from dsv4.errors import ContextOverrun
 from dsv4.kernels import operations
 from dsv4.kernels.dispatch import Operation
 from dsv4.model.causal import captures
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.gqa import oracle
 from tests.speculation.scripted import Scripted, drafted
 

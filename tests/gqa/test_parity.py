@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import ContextOverrun, InputError, RewindError
 from dsv4.speculation.draft import LookupDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.conftest import TOLERANCE
 from tests.gqa.conftest import TOKENS
 from tests.parity import assert_ragged_batches, far

@@ -5,14 +5,13 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import InputError, MissingSummaries
 from dsv4.kernels.block_choice import Policy, block_bounds, block_means, dense, page_bounds, sink_window
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.model.gqa.choice import Attention
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.draft import LookupDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.conftest import TOLERANCE
 from tests.gqa import masked, oracle
 

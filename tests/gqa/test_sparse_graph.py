@@ -8,7 +8,7 @@ import torch
 
 from dsv4 import load_model
 from dsv4.commands.generate import termination_notes
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_on_device, generate_speculative
 from dsv4.kernels.block_choice import Policy, block_bounds, dense
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination, triton_decode
@@ -17,9 +17,7 @@ from dsv4.model.dummy import fill_cache, load_dummy
 from dsv4.model.gqa.choice import Attention, attention_named
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.speculation.captured import Captured
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter
-from dsv4.speculation.loop import generate_speculative
 from tests.gqa import oracle
 from tests.parity import assert_quiet, assert_repeats
 

@@ -8,16 +8,14 @@ from dsv4 import load_model
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.host_tier.grouped import host_use
 from dsv4.cache.host_tier.layer import HostLayer
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_on_device, generate_speculative
 from dsv4.errors import CapacityError, InputError, MissingSummaries
 from dsv4.kernels.block_choice import Policy, dense
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.model.gqa.choice import Attention
 from dsv4.runtime.graph import DecodeGraph
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.passes import Append
 from tests.gqa import oracle
 

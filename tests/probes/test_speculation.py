@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dsv4.engine import acceptance as passes_acceptance
+from dsv4.engine.acceptance import Rejection
 from dsv4.probes.catalogue.speculation import DRAFTS, PROMPTS, Speculation, one, ragged
 from dsv4.probes.faults import Site, catalogue
 from dsv4.probes.probe import execute
@@ -17,10 +19,9 @@ from dsv4.probes.scenes.scripted import ASTRAY, STOP, WRONG, Script
 from dsv4.probes.scenes.speculative_rounds import LENGTHS, outputs, states
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
-from dsv4.speculation import choosing, loop
+from dsv4.speculation import choosing
 from dsv4.speculation.accept import Accepted, draw
 from dsv4.speculation.captured import CapturedBlock
-from dsv4.speculation.loop import _Batch
 from dsv4.speculation.rounds import Rounds
 
 FORMATS = [("fp32", "auto", "auto"), ("native", "auto", "auto"), ("qat", "fp8", "fp4")]
@@ -170,7 +171,7 @@ def test_a_fault_is_named(brief_official, tmp_path, fault, part):
 # 7 s: the whole probe is red here once, both decoders with it
 def test_a_rejected_draft_that_comes_out_is_seen(subject, monkeypatch, short):
     """In both decoders, though their acceptance is right."""
-    for owner, name in ((_Batch, "_accept"), (Rounds, "_accept")):
+    for owner, name in ((Rejection, "_accept"), (Rounds, "_accept")):
         real = getattr(owner, name)
 
         def accept(self, logits, drafts, *rest, real=real):
@@ -217,7 +218,7 @@ def test_a_rule_that_keeps_nothing_is_distributed_right_and_seen_all_the_same(br
     def none(p, q, drafts, sizes, u, u_last):
         return Accepted(torch.zeros_like(sizes), torch.cat((draw(p[:, 0], u_last).unsqueeze(1), drafts), 1))
 
-    monkeypatch.setattr((loop, choosing)[broken], "accept_sampled", none)
+    monkeypatch.setattr((passes_acceptance, choosing)[broken], "accept_sampled", none)
     found = [c.status for c in sampled("uniform", torch.full((2, 5), 0.2), 0)]
     assert found[2 * broken :][:2] == [Status.PASS, Status.FAIL] and found.count(Status.FAIL) == 1
 

@@ -2,9 +2,8 @@
 
 import torch
 
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.speculation.draft import Drafter, Drafts
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Static
 
 

@@ -4,14 +4,14 @@ GPU are played."""
 import pytest
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine import steppers
+from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import ContextOverrun
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.sampling import Sampling
-from dsv4.speculation import captured, draft, loop
+from dsv4.speculation import captured, draft
 from dsv4.speculation.captured import Captured, CapturedBlock
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.policy import Adaptive, Static
 from tests.speculation.scripted import Scripted, prompt_of
 
@@ -59,7 +59,7 @@ class Played:
 def played(monkeypatch):
     """Drafts of a single row run as on a GPU."""
     found = Played()
-    for module in (loop, captured):
+    for module in (steppers, captured):
         monkeypatch.setattr(module, "time", found)
     monkeypatch.setattr(Captured, "graph", found.graph(DecodeGraph, "pass"))
     monkeypatch.setattr(CapturedBlock, "graph", found.graph(BlockGraph, "block"))

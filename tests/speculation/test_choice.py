@@ -11,12 +11,11 @@ from dsv4.cache.paged import new_paged_cache
 from dsv4.commands.batch import Options
 from dsv4.commands.generate import Request
 from dsv4.engine import BatchEngine
+from dsv4.engine.generate import generate_on_device, generate_speculative
 from dsv4.errors import InputError
 from dsv4.speculation import Adaptive, AdaptiveParameters, CostAware, Static, read_costs
 from dsv4.speculation.choice import PARAMETERS, policy_named
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from scripts.bench.speculation_costs import moe
 from tests.conftest import ROOT
 

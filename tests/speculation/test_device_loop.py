@@ -9,14 +9,12 @@ import torch
 
 from dsv4 import load_model
 from dsv4.commands import generate as run
-from dsv4.engine.generate import Generation, generate
-from dsv4.errors import ContextOverrun, InputError
+from dsv4.engine.generate import Generation, generate, generate_on_device, generate_speculative
+from dsv4.errors import ContextOverrun, InputError, RoundError
 from dsv4.sampling import Sampling, distribution
 from dsv4.speculation import Adaptive, Static
 from dsv4.speculation.accept import draw
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import generate_speculative
 from dsv4.speculation.noise import OWN, row_seeds, uniforms
 from dsv4.speculation.rounds import Rounds
 from tests.speculation.scripted import prompt_of
@@ -176,6 +174,35 @@ def test_a_full_context_is_told_after_all_that_fits(model):
     with pytest.raises(ContextOverrun, match="context of 24 tokens is full after 5 new tokens"):
         generate_on_device(model, [ids], 10, max_context=24, on_token=lambda row, token: told.append(token))
     assert told == generate(model, ids, 5).token_ids
+
+
+def altered(**changed):
+    """Makes rounds whose left tokens and stop ids are changed(what was given)."""
+
+    def make(model, cache, most, tokens, drafts, left, stops, *rest, **more):
+        left, stops = changed.get("left", list)(left), changed.get("stops", set)(stops)
+        return Rounds(model, cache, most, tokens, drafts, left, stops, *rest, **more)
+
+    return make
+
+
+def test_a_device_that_disagrees_with_the_host_is_an_error(model):
+    """It passes over a stop id, amid the tokens of a round or behind them; it ends a row early; it holds other tokens
+    than it said."""
+    ids = prompt_of(model, 20)
+    first, *later = generate(model, ids, 8).token_ids
+    for stop in {*later} - {first}:
+        with pytest.raises(RoundError, match="tokens of row 0 and (ended|runs) it; the host has .* and room for 0"):
+            generate_on_device(model, [ids], 15, stop_ids=[stop], make=altered(stops=lambda stops: ()))
+    with pytest.raises(RoundError, match="12 tokens of row 0 and ended it; the host has 12 and room for 2"):
+        generate_on_device(model, [ids], 15, make=altered(left=lambda left: [n - 2 for n in left]))
+
+    class Other(Rounds):
+        def finish(self, on_tokens=None):
+            return [tokens[:-1] for tokens in super().finish(on_tokens)]
+
+    with pytest.raises(RoundError, match="the device has 13 tokens of row 0 and ended it; the host has 14"):
+        generate_on_device(model, [ids], 15, make=Other)
 
 
 def test_refusals(model, brief_official):

@@ -62,7 +62,7 @@ def test_every_draft_is_that_of_a_block_that_never_guessed(model, size):
 
 def test_rows_that_draft_nothing_for_a_while_catch_up(model):
     """Final tokens wait until the row drafts again."""
-    from dsv4.speculation.loop import generate_speculative
+    from dsv4.engine.generate import generate_speculative
     from dsv4.speculation.policy import Static
 
     class Sometimes(Static):

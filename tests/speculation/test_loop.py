@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import check_can_speculate, generate, generate_speculative
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.sampling import Sampling
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
-from dsv4.speculation.loop import check_can_speculate, generate_speculative
 from dsv4.speculation.policy import Adaptive, Static
 from tests.speculation.scripted import Scripted, drafted, plain, prompt_of
 

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from dsv4 import load_model
-from dsv4.engine.generate import generate
+from dsv4.engine.generate import generate, generate_on_device
 from dsv4.speculation.device_drafters import primed
-from dsv4.speculation.device_loop import generate_on_device
 from dsv4.speculation.policy import Static
 from dsv4.speculation.rounds import Rounds
 from tests.speculation.test_rounds import Cycle, chain, forced, prompts, rounds, static
