@@ -227,34 +227,23 @@ class Session:
             return generate(
                 self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill
             )
-        drafter, policy, rounds = make_drafter(request.speculate), request.policy, captures(self.model)
+        rounds = captures(self.model)
         # a round verifies all drafts in one step, with the text of plain decoding
         self.together = request.together and not rounds
-        if rounds:
-            return generate_on_device(
-                self.model,
-                [ids],
-                request.max_new_tokens,
-                drafter,
-                request.sampling,
-                policy,
-                context,
-                self.stop_ids,
-                lambda row, token: on_token(token),
-                on_prefill,
-            )[0]
-        return generate_speculative(
+        run = generate_on_device if rounds else generate_speculative
+        how = {} if rounds else {"verify": Append if self.together else default}
+        return run(
             self.model,
             [ids],
             request.max_new_tokens,
-            drafter,
+            make_drafter(request.speculate),
             request.sampling,
-            policy,
+            request.policy,
             context,
             self.stop_ids,
             lambda row, token: on_token(token),
             on_prefill,
-            verify=Append if self.together else default,
+            **how,
         )[0]
 
     def _notes(self, result: Generation) -> list[str]:
