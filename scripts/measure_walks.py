@@ -72,14 +72,14 @@ def plain(model, walk: Walk) -> None:
 
 
 def speculative(model, walk: Walk) -> None:
+    from dsv4.engine.generate import generate_speculative
     from dsv4.speculation.draft import MTPDrafter
-    from dsv4.speculation.loop import generate_speculative
 
     generate_speculative(model, [PROMPT], TOKENS, MTPDrafter(), on_token=lambda row, token: walk.token())
 
 
 def rounds(model, walk: Walk) -> None:
-    from dsv4.speculation.device_loop import generate_on_device
+    from dsv4.engine.generate import generate_on_device
 
     generate_on_device(model, [PROMPT], TOKENS, on_token=lambda row, token: walk.token())
 

@@ -7,14 +7,15 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from dsv4.engine import generate
+from dsv4 import sampling as rules
+from dsv4.engine import acceptance, generate, steppers
 from dsv4.probes.compare import agreeing, tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.patching import replaced
 from dsv4.probes.subject import Subject
-from dsv4.speculation import choosing, loop
+from dsv4.speculation import choosing
 from dsv4.speculation.draft import LookupDrafter
 
 PROMPT, SHORT, NEW = 12, 3, 16  # tokens of a prompt, of those of a batch, of a text
@@ -40,8 +41,8 @@ class Setting(NamedTuple):
     wanted: torch.Tensor
     crossing: int | None
 
-    def sampling(self, seed: int) -> generate.Sampling:
-        return generate.Sampling(self.temperature, self.top_p, seed)
+    def sampling(self, seed: int) -> rules.Sampling:
+        return rules.Sampling(self.temperature, self.top_p, seed)
 
     @property
     def label(self) -> str:
@@ -166,7 +167,7 @@ def distributed(drawn: torch.Tensor, s: Setting, wanted: torch.Tensor, where: st
 def plainly(logits: torch.Tensor, s: Setting, seed: int, effort: float) -> Iterator[Check]:
     """As `generate` draws: one generator, one draw after another."""
     g, sampling = torch.Generator().manual_seed(seed), s.sampling(seed)
-    drawn = torch.tensor([generate.sample(logits, sampling, g) for _ in range(math.ceil(DRAWS * effort))])
+    drawn = torch.tensor([steppers.sample(logits, sampling, g) for _ in range(math.ceil(DRAWS * effort))])
     yield from distributed(drawn, s, s.wanted, f"plain decoding, {s.label}", s.part)
     if s.crossing is None:
         return
@@ -207,9 +208,9 @@ def by_generator(target: torch.Tensor, proposal: torch.Tensor, s: Setting, rows:
     """(accepted drafts [rows], tokens [rows, 2]), of logits [2, vocab] and [vocab]."""
     g, sampling = torch.Generator().manual_seed(seed), s.sampling(seed)
     u = torch.rand(rows, 3, generator=g, dtype=torch.float64)
-    q = loop.distribution(proposal, sampling).expand(rows, 1, -1)
-    drafts, p = loop.draw(q, u[:, :1]), loop.distribution(target, sampling).expand(rows, -1, -1)
-    return loop.accept_sampled(p, q, drafts, torch.ones(rows, dtype=torch.int64), u[:, 1:2], u[:, 2])
+    q = acceptance.distribution(proposal, sampling).expand(rows, 1, -1)
+    drafts, p = acceptance.draw(q, u[:, :1]), acceptance.distribution(target, sampling).expand(rows, -1, -1)
+    return acceptance.accept_sampled(p, q, drafts, torch.ones(rows, dtype=torch.int64), u[:, 1:2], u[:, 2])
 
 
 def by_counted_noise(target: torch.Tensor, proposal: torch.Tensor, s: Setting, rows: int, seed: int):
@@ -234,7 +235,7 @@ class Text(NamedTuple):
 
 def text_of(subject: Subject, prompt: list[int], s: Setting, seed: int) -> Text:
     """A text of `generate`; what it draws from is looked at on the way."""
-    asked, drawn, wrong, alike, real = s.sampling(seed), [], 0, 1.0, generate.sample
+    asked, drawn, wrong, alike, real = s.sampling(seed), [], 0, 1.0, steppers.sample
 
     def watched(logits, sampling, generator):
         nonlocal wrong, alike
@@ -245,7 +246,7 @@ def text_of(subject: Subject, prompt: list[int], s: Setting, seed: int) -> Text:
         drawn.append(token)
         return token
 
-    with replaced([generate], "sample", watched):
+    with replaced([steppers], "sample", watched):
         out = generate.generate(subject.model, prompt, NEW, asked)
     return Text(out.token_ids, wrong + sum(a != b for a, b in zip(out.token_ids, drawn, strict=True)), alike)
 
@@ -268,8 +269,8 @@ def texts(subject: Subject, prompt: list[int], s: Setting, seed: int) -> Iterato
 
 def greedily(subject: Subject, prompt: list[int], logits: torch.Tensor) -> Iterator[Check]:
     """Temperature 0: the largest logit, alone and in a text, whose logits are computed again from its tokens."""
-    g, sampling = torch.Generator().manual_seed(0), generate.Sampling(0.0)
-    off = sum(bool(row[generate.sample(row, sampling, g)] < row.max()) for row in logits)
+    g, sampling = torch.Generator().manual_seed(0), rules.Sampling(0.0)
+    off = sum(bool(row[steppers.sample(row, sampling, g)] < row.max()) for row in logits)
     about = dict(where="temperature 0", part="greedy choice")
     yield compare("choices of less than the largest logit", off, "==", 0, "definition", len(logits), **about)
     text = generate.generate(subject.model, prompt, NEW, sampling).token_ids
@@ -284,7 +285,7 @@ def of_rows(subject: Subject, prompt: list[int], s: Setting, seed: int) -> Itera
     """Rows of one prompt in `generate_speculative`: each draws by its own seed, and a text is its seed's again."""
     write: Callable = lambda rows, new: [
         out.token_ids
-        for out in loop.generate_speculative(subject.model, [prompt] * rows, new, LookupDrafter(), s.sampling(seed))
+        for out in generate.generate_speculative(subject.model, [prompt] * rows, new, LookupDrafter(), s.sampling(seed))
     ]
     first = torch.tensor([text[0] for text in write(ROWS, 1)])
     yield from distributed(first, s, s.wanted, "first tokens of rows of generate_speculative", "seed")

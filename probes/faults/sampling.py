@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import torch
 
-from dsv4.engine import generate
-from dsv4.engine.generate import Sampling
+from dsv4 import sampling as rules
+from dsv4.engine import acceptance, generate, steppers
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.accepting import of_rejected, sampled
-from dsv4.speculation import choosing, loop
+from dsv4.sampling import Sampling
+from dsv4.speculation import choosing
 
 SECTION = "1.20", "Sampling"
 PLAIN = ("temperature", "top-p", "crosses top_p")
@@ -18,8 +19,8 @@ PLAIN = ("temperature", "top-p", "crosses top_p")
 def weighing(site: Site, change) -> None:
     """The weights of plain decoding, and what is normalised to be a distribution, are change(what they were, logits,
     sampling)."""
-    real = generate.weights
-    site.patch(generate, "weights", lambda logits, sampling: change(real, logits, sampling))
+    real = rules.weights
+    site.patch(rules, "weights", lambda logits, sampling: change(real, logits, sampling))
 
 
 def kept(change):
@@ -116,7 +117,7 @@ def temperature_0_draws(site: Site) -> None:
     def sample(logits, sampling, generator):
         return real(logits, sampling if sampling.temperature else replace(sampling, temperature=1.0), generator)
 
-    real = site.patch(generate, "sample", sample)
+    real = site.patch(steppers, "sample", sample)
 
 
 @mutation("1.20", bugs=(), parts=("generation",), probes=("sampling",))
@@ -134,13 +135,13 @@ def generation_asks_for_no_top_p(site: Site) -> None:
 
 def seeded(site: Site, change) -> None:
     """Texts of both decoders are written from change(seed)."""
-    for module, name in ((generate, "generate"), (loop, "generate_speculative")):
-        real = getattr(module, name)
+    for name in ("generate", "generate_speculative"):
+        real = getattr(generate, name)
 
         def write(*args, real=real):
             return real(*(replace(a, seed=change(a.seed)) if isinstance(a, Sampling) else a for a in args))
 
-        site.patch(module, name, write)
+        site.patch(generate, name, write)
 
 
 @mutation("1.20", bugs=(), parts=("seed",), probes=("sampling",))
@@ -158,9 +159,9 @@ def seed_of_the_clock(site: Site) -> None:
 @mutation("1.20", bugs=(), parts=PLAIN, probes=("sampling",))
 def generator_seeded_at_every_token(site: Site) -> None:
     """Each token is drawn with the first random number of the seed."""
-    real = generate.sample
+    real = steppers.sample
     site.patch(
-        generate,
+        steppers,
         "sample",
         lambda logits, sampling, generator: real(logits, sampling, generator.manual_seed(sampling.seed)),
     )
@@ -170,12 +171,13 @@ def generator_seeded_at_every_token(site: Site) -> None:
 def rows_share_a_seed(site: Site) -> None:
     """All rows of a batch draw with one generator's numbers: rows of one prompt write one text."""
 
-    def init(batch, model, cache, rows, *rest):
-        for row in rows:
-            row.generator.manual_seed(rows[0].generator.initial_seed())
-        real(batch, model, cache, rows, *rest)
+    def rows(*args):
+        found = real(*args)
+        for row in found:
+            row.generator.manual_seed(found[0].generator.initial_seed())
+        return found
 
-    real = site.patch(loop._Batch, "__init__", init)
+    real = site.patch(generate, "_rows", rows)
 
 
 # ---- drafts -------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ def rows_share_a_seed(site: Site) -> None:
 
 def targets(site: Site, change) -> None:
     """Both speculative decoders take distributions by change(the settings)."""
-    for module in (loop, choosing):
+    for module in (acceptance, choosing):
         real = module.distribution
         site.patch(module, "distribution", lambda logits, s, real=real: real(logits, change(s)))
 
