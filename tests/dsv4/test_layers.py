@@ -82,6 +82,14 @@ def test_no_module_imports_a_layer_above_its_own():
     assert not upward, "\n".join(upward)
 
 
+def test_speculation_and_sampling_do_not_import_the_engine():
+    below = ("dsv4.sampling", "dsv4.speculation")
+    found = {name: others for name, others in graph().items() if name.startswith(below)}
+    assert len(found) > 10 and not {
+        n for n, others in found.items() if any(o.startswith("dsv4.engine") for o in others)
+    }
+
+
 def circles(edges: dict[str, frozenset[str]]) -> list[list[str]]:
     """Strongly connected components of more than one module (Tarjan)."""
     index, low, stack, found = {}, {}, [], []
