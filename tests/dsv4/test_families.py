@@ -23,7 +23,6 @@ OWN = (  # files of one family, and the lists of families
     "probes/subjects/gqa.py",
     "probes/subjects/transformers_gqa.py",
     "probes/oracle/gqa.py",
-    "probes/measure/",
 )
 NAMES = set(families.FAMILIES)
 TYPES = {"ModelConfig", "Model", "GQAConfig", "GQAModel", "GroupedCache", "FittedCache", "HostCache", "GQAOracle"}

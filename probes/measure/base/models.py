@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from dsv4.model import families
 from dsv4.model.causal import CausalLM
 from dsv4.model.load import load_model
 from dsv4.probes.oracle import kinds
@@ -38,14 +39,15 @@ class ModelSubject(Subject):
         }
 
 
-def is_gqa(known) -> bool:
-    """Whether a model, or a subject, is of the GQA family; the other one has CSA and HCA layers."""
-    return known.config.family == "gqa"
+def reads_by_policy(known) -> bool:
+    """Whether a policy may decide what the decoding steps of a model, or of a subject, read of the cache; otherwise
+    indexers select among compressed entries."""
+    return families.of(known.config).takes_attention
 
 
 def family(known) -> str:
     """Its name in documents."""
-    return "gqa" if is_gqa(known) else "csa"
+    return "gqa" if reads_by_policy(known) else "csa"
 
 
 def csa_layers(config) -> list[int]:

@@ -18,7 +18,7 @@ from dsv4.cache.cache import Cache
 from dsv4.model.causal import CausalLM
 from dsv4.probes.bounds import lower_bound, upper_bound
 from dsv4.probes.measure.base.haystack import chance_of_a_guess, filler, needle_trial
-from dsv4.probes.measure.base.models import Say, is_gqa, reach
+from dsv4.probes.measure.base.models import Say, reach, reads_by_policy
 from dsv4.probes.measure.base.settings import QUESTION, Settings
 from dsv4.probes.measure.base.text import Text
 from dsv4.probes.measure.base.variants import Variant
@@ -45,7 +45,7 @@ class Limits:
     def of_model(cls, model: CausalLM) -> "Limits":
         """For prompts that are prefilled densely."""
         found = cls.of(str(model.device))
-        return replace(found, chunk=max(found.chunk, PIECE)) if is_gqa(model) else found
+        return replace(found, chunk=max(found.chunk, PIECE)) if reads_by_policy(model) else found
 
 
 @dataclass(frozen=True)

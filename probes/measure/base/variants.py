@@ -11,7 +11,7 @@ from dsv4.kernels.block_choice import Policy, dense
 from dsv4.model.causal import CausalLM
 from dsv4.model.gqa.choice import NAMES
 from dsv4.probes.measure.base.mass import window_only
-from dsv4.probes.measure.base.models import csa_layers, is_gqa
+from dsv4.probes.measure.base.models import csa_layers, reads_by_policy
 from dsv4.probes.oracle import kinds
 from dsv4.probes.scenes.patching import replaced
 
@@ -45,7 +45,7 @@ class Variant:
         """`on`, with a cache that was filled under another variant which acts in decoding alone, as this one does: it
         holds the keys and values that this one would have made, and gets the summaries that this one searches."""
         with self.on(model):
-            if self.policy is not None and is_gqa(model):
+            if self.policy is not None and reads_by_policy(model):
                 cache.adopt(self.policy)
             yield cache
 

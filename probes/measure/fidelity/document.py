@@ -6,7 +6,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base import logits, needles
 from dsv4.probes.measure.base.document import Kind
 from dsv4.probes.measure.base.haystack import FORMAT
-from dsv4.probes.measure.base.models import Advance, ModelSubject, Say, family, is_gqa, reach
+from dsv4.probes.measure.base.models import Advance, ModelSubject, Say, family, reach, reads_by_policy
 from dsv4.probes.measure.base.needles import PASS, Limits, best_bound, fitting, why_none
 from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.base.variants import Variant
@@ -44,7 +44,7 @@ def measured(
     hidden, notes = hidden_needles(model, variants, settings, text, limits, say)
     found = {
         "family": family(model),
-        "prefill": PREFILL[is_gqa(model)],
+        "prefill": PREFILL[reads_by_policy(model)],
         "variants": [v.about() for v in variants],
         "rows": rows,
         "findability": kept,

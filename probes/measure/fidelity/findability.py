@@ -22,7 +22,7 @@ from dsv4.kernels.indexer.reference import topk_entries
 from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base.attending import attending
 from dsv4.probes.measure.base.mass import QUERY_BLOCK, mask, row_mass, watched
-from dsv4.probes.measure.base.models import is_gqa
+from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.variants import Variant
 
 TOP = 8  # most attended choices of a query, of which findability is the share that is kept
@@ -121,7 +121,11 @@ def observe(
 ) -> None:
     """One row ids int64 [T] under the exact run; `see` gets each choosing layer's last `queries` queries of each
     context."""
-    cache, at, watch = model.new_cache(1, len(ids), max_rewind=0), 0, _watch_blocks if is_gqa(model) else _watch_entries
+    cache, at, watch = (
+        model.new_cache(1, len(ids), max_rewind=0),
+        0,
+        _watch_blocks if reads_by_policy(model) else _watch_entries,
+    )
     for context in contexts:
         first = max(at, context - queries)
         if first > at:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from dsv4.errors import InputError
 from dsv4.probes.measure.base import settings as base
-from dsv4.probes.measure.base.models import is_gqa
+from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.settings import QUESTION, refuse_idle
 from dsv4.probes.measure.base.variants import Variant, csa_variants, policy_variants
 
@@ -66,7 +66,7 @@ def variants_of(
 ) -> list[Variant]:
     """The exact run first. Raises InputError for choices that this family of models does not have, and where nothing is
     compared."""
-    if not is_gqa(model):
+    if not reads_by_policy(model):
         refuse_idle(
             {"--policy": policies, "--budget": budgets, "--block": block},
             "a DeepSeek-V4 checkpoint, whose CSA has --topk; leave it out",

@@ -12,7 +12,7 @@ from dsv4.errors import InputError
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.probes.measure.base import settings as base
-from dsv4.probes.measure.base.models import is_gqa
+from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.text import Text
 from dsv4.units import parse_count
 
@@ -54,7 +54,7 @@ def settle(
     model, contexts: list[int] | None, cuts: str | None, asked_contexts: list[int] | None, **given: int
 ) -> Settings:
     """given: fields of `Settings`. Raises InputError for what cannot be measured."""
-    if not is_gqa(model) or not any(window is None for window in model.config.windows):
+    if not reads_by_policy(model) or not any(window is None for window in model.config.windows):
         raise InputError(
             "sparse prefill is of GQA models with layers that attend to everything; this checkpoint has none such"
         )

@@ -5,7 +5,7 @@ import time
 from dsv4.kernels.block_choice import Policy
 from dsv4.loaders.expected import preset
 from dsv4.probes.measure.base.document import Kind
-from dsv4.probes.measure.base.models import ModelSubject, Say, family, is_gqa
+from dsv4.probes.measure.base.models import ModelSubject, Say, family, reads_by_policy
 from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.termination import measure
@@ -37,7 +37,7 @@ def measured(
         "verdicts": verdicts(stopped),
         "rows": stopped,
         "varied": varied,
-        "geometries": [] if is_gqa(model) else geometries(settings),
+        "geometries": [] if reads_by_policy(model) else geometries(settings),
         "needles": hidden,
     }
     return KIND.document(subject, settings.about(), text, found, command, started)

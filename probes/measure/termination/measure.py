@@ -13,7 +13,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base import needles
 from dsv4.probes.measure.base.attending import attending
 from dsv4.probes.measure.base.mass import watched
-from dsv4.probes.measure.base.models import Say, is_gqa
+from dsv4.probes.measure.base.models import Say, reads_by_policy
 from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.variants import Variant, of_policy
 from dsv4.probes.measure.termination import orders
@@ -53,7 +53,7 @@ def name_of(policy: Policy) -> str:
 
 @contextmanager
 def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) -> Iterator[None]:
-    if is_gqa(model):
+    if reads_by_policy(model):
 
         def look(layer: int, attn, q, keys, values, step) -> None:
             for policy in policies:

@@ -7,7 +7,7 @@ from dsv4.errors import InputError
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.grouped_attention.termination import Termination
 from dsv4.probes.measure.base import settings as base
-from dsv4.probes.measure.base.models import is_gqa, reach
+from dsv4.probes.measure.base.models import reach, reads_by_policy
 from dsv4.probes.measure.base.settings import QUESTION
 from dsv4.probes.measure.base.variants import policy_variants
 
@@ -51,7 +51,7 @@ def rule_of(model, tau: float, phi: float, patience: int, tile: int | None) -> t
     """(rule, tile). Raises UnsupportedInput for a rule that is none, InputError for rows of a tile of CSA and HCA that
     are none."""
     rule = Termination(tau=tau, phi=phi, patience=patience)
-    if is_gqa(model):
+    if reads_by_policy(model):
         rule = rule if tile is None else replace(rule, tile=tile)
         return rule, rule.tile
     if tile is not None and tile < 1:
@@ -76,7 +76,7 @@ def settle(
     if any(not tau > 0 for tau in looser):
         raise InputError(f"--looser {','.join(map(str, looser))}: expected positive τ")
     needles = given["needles"]
-    if not is_gqa(model) and needles:
+    if not reads_by_policy(model) and needles:
         raise InputError(
             "--needles: terminated attention of CSA and HCA is walked, not run, so no needle can be asked for; "
             "pass --needles 0"
@@ -95,7 +95,7 @@ def settle(
 def orders_of(model, names: list[str] | None, budgets: list[int] | None) -> list[Policy]:
     """What is walked of a GQA model: dense first. Empty for a DeepSeek-V4 one, whose layers have one order each. Raises
     InputError."""
-    if not is_gqa(model):
+    if not reads_by_policy(model):
         of = "a DeepSeek-V4 checkpoint, whose CSA and HCA have their own orders"
         base.refuse_idle({"--policy": names, "--budget": budgets}, of)
         return []
