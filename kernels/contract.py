@@ -91,7 +91,8 @@ class Production:
 
     inputs(widths, draw, **sizes): the arguments of one call on the draw's device, which may be `meta`. sizes(widths):
     consumer → the calls that it makes, as keywords of `inputs`: 'timed' of `dsv4 kernel bench`, 'bench' of the rows of
-    `scripts/bench`, 'compiled' of `scripts/aot`. label(**sizes): the name of a timed case.
+    `scripts/bench`, 'compiled' of `scripts/aot` where it is not what the others call. label(**sizes): the name of a
+    timed case.
     """
 
     inputs: Callable[..., tuple]
@@ -102,6 +103,11 @@ class Production:
         """Cases of the sizes that are timed."""
         for each in self.sizes(widths).get("timed", ()):
             yield Case(self.label(**each), "timed", self.inputs(widths, draw, **each))
+
+    def compiled(self, widths) -> Sequence[Mapping[str, Any]]:
+        """The calls whose kernels are compiled ahead of time."""
+        sizes = self.sizes(widths)
+        return sizes["compiled"] if "compiled" in sizes else [*sizes.get("bench", ()), *sizes.get("timed", ())]
 
     def drawn(self, widths, seed: int, device: str, dtype: torch.dtype = torch.bfloat16, **sizes) -> tuple:
         """The arguments of one call. dtype: of activations, which sizes may name too."""

@@ -3,10 +3,10 @@
     python scripts/check_aot.py [--only REGEX] [--capabilities 80,89,90,100,120] [--jobs 2] [--json OUT] [--modules
     PACKAGE]
 
-Cases come from `scripts/aot/*.py`: `cases()`, or `cases_for(capability)` of a module whose tiles differ by GPU. Prints
-a table: registers a thread, bytes of stack (spills), shared memory, and the tensor-core instructions in the PTX. Exit
-code 1 when a case does not compile, takes more shared memory than the GPU has, or multiplies in TF32: no kernel here
-asks for that, and Triton (3.6, 3.7) chooses it by itself for some fp32 products on sm_100.
+Cases come from `cases_for(capability)` of `scripts/aot/*.py`. Prints a table: registers a thread, bytes of stack
+(spills), shared memory, and the tensor-core instructions in the PTX. Exit code 1 when a case does not compile, takes
+more shared memory than the GPU has, or multiplies in TF32: no kernel here asks for that, and Triton (3.6, 3.7) chooses
+it by itself for some fp32 products on sm_100.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -40,10 +41,10 @@ def modules(package: str) -> list[str]:
     return [f"{package}.{m.name}" for m in pkgutil.iter_modules(folder)]
 
 
+@cache
 def cases(module: str, capability: int) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of what a module launches on a GPU of that capability."""
-    found = importlib.import_module(module)
-    return found.cases_for(divmod(capability, 10)) if hasattr(found, "cases_for") else found.cases()
+    return importlib.import_module(module).cases_for(divmod(capability, 10))
 
 
 def compile_case(module: str, index: int, capability: int) -> dict:
@@ -77,21 +78,10 @@ def build(kernel, signature: dict, constexprs: dict, options: dict, capability: 
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    places = [(kernel.arg_names.index(name),) for name in options.pop("divisible", ())]
-    places += [place for name, kind in signature.items() for place in pointers(kind, (kernel.arg_names.index(name),))]
-    attrs = {place: [["tt.divisibility", 16]] for place in places}
+    attrs = options.pop("attrs", {})
     form = GluonASTSource if kernel.is_gluon() else ASTSource
     source = form(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
-def pointers(kind, place: tuple[int, ...]):
-    """Places of the pointers in an argument of that kind, which may be a tuple."""
-    if isinstance(kind, tuple):
-        for i, part in enumerate(kind):
-            yield from pointers(part, (*place, i))
-    elif kind.startswith("*"):
-        yield place
 
 
 def resources(cubin: bytes) -> tuple[int | None, int | None]:

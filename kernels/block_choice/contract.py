@@ -3,8 +3,9 @@
 import torch
 
 from dsv4.kernels.block_choice import reference
-from dsv4.kernels.block_choice.policy import Policy, block_bounds
+from dsv4.kernels.block_choice.policy import Policy, block_bounds, block_means, page_bounds, sink_window
 from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
+from dsv4.kernels.grouped_attention.contract import LENGTHS
 from dsv4.kernels.grouped_attention.exact import sizes
 
 BLOCK, BLOCKS = 16, 24
@@ -111,12 +112,28 @@ def inputs(w, draw, slots, policy, batch=1, by_importance=False) -> tuple:
 
 
 def production_sizes(w) -> dict:
-    """By the bounds of blocks, at contexts of 128K and 1M tokens."""
+    """By the bounds of blocks, at contexts of 128K and 1M tokens; compiled by every policy."""
+    long, longest = 1 << 17, 1 << 20
+    each = [dict(slots=long, policy=policy()) for policy in (block_bounds, page_bounds, block_means, sink_window)]
+    ranked = [
+        dict(slots=S, policy=policy(), by_importance=True)
+        for S, policy in ((long, block_bounds), (longest, page_bounds))
+    ]
+    others = [dict(slots=S, policy=block_bounds(), dtype=dtype) for S, dtype in LENGTHS]
     return {
-        "bench": [dict(slots=S, batch=B, policy=block_bounds()) for S, B in ((1 << 17, 1), (1 << 20, 1), (1 << 20, 8))]
+        "bench": [dict(slots=S, batch=B, policy=block_bounds()) for S, B in ((long, 1), (longest, 1), (longest, 8))],
+        "compiled": each + ranked + others,
     }
 
 
+def score_inputs(w, draw, slots) -> tuple:
+    """Of the scores alone, by bounds."""
+    q, _, *held, _ = inputs(w, draw, slots, block_bounds())
+    return q, *held
+
+
+# scores alone have no contract: the choice by them is what a model takes
+PRODUCTIONS = {"block_scores": Production(score_inputs, lambda w: {"compiled": [dict(slots=1 << 17)]})}
 SUMMARIES = ("batch", "kv_heads", "num_blocks", "head_dim")
 CONTRACTS = (
     Contract(

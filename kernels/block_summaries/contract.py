@@ -67,6 +67,13 @@ def inputs(w, draw, slots, block) -> tuple:
     return draw.large(1, KV, slots, D), start, 1, *held, block
 
 
+def production_sizes(w) -> dict:
+    """Blocks and pages, in both dtypes."""
+    return {
+        "compiled": [dict(slots=4096, block=b, dtype=t) for b in (128, 16) for t in (torch.bfloat16, torch.float32)]
+    }
+
+
 SUMMARIES = ("batch", "kv_heads", "num_blocks", "head_dim")
 CONTRACTS = (
     Contract(
@@ -91,6 +98,6 @@ CONTRACTS = (
         cases,
         work,
         ("blocks that are not touched keep their bits", "keys behind the last new one have no part"),
-        production=Production(inputs),
+        production=Production(inputs, production_sizes),
     ),
 )

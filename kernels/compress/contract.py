@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.kernels.compress.reference import gated_pool
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 
 SLOTS = {4: 8, 128: 128}  # slots of one window by compression ratio: a ratio of 4 pools two windows
 
@@ -71,6 +71,10 @@ def _case(family, M: int, S: int, D: int, draw) -> Case:
     return Case(f"{M} windows of {S} slots, {D} channels", family, (kv, gate))
 
 
+def inputs(w, draw, windows, slots) -> tuple:
+    return draw.rand(windows, slots, w.head_dim), draw.rand(windows, slots, w.head_dim)
+
+
 def work(kv, gate) -> Work:
     """Rows and gates once, results; an exponential, two sums and two products a number."""
     (M, S, D) = kv.shape
@@ -91,6 +95,7 @@ GATED_POOL = Contract(
     work,
     ("every channel has at least one slot whose gate is not −inf",),
     {"kv": 0, "gate": 0},
+    production=Production(inputs, lambda w: {"compiled": [dict(windows=8, slots=S) for S in SLOTS.values()]}),
     dtypes=(torch.float32,),
 )
 CONTRACTS = (GATED_POOL,)

@@ -129,7 +129,8 @@ def moe_sizes(w) -> dict:
 
 
 SHARED_FORMS = {MXFP4: FP8, NVFP4: NVFP4, FP8: FP8, DENSE: DENSE}  # of the shared expert, by that of the routed ones
-MOE = Production(moe_inputs, moe_sizes)  # of the composition, which has no contract
+# of the composition, which has no contract: its parts have
+PRODUCTIONS = {"moe": Production(moe_inputs, moe_sizes)}
 X = Argument("x", ("num_tokens", "hidden"), "activation", "inputs")
 TAIL = (
     Argument("limit", None, "float32", "gate counts at most limit, up counts within ±limit"),

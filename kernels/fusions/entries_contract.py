@@ -9,8 +9,10 @@ from dsv4.kernels.contract import BITS, CODES, SET, Argument, Case, Contract, Ou
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import EPS
 from dsv4.kernels.indexer.contract import (
+    LONGEST,
     RATIO,
     SCORES,
+    STEPS_AND_PROMPTS,
     exact_entries,
     exact_scores,
     held_by_fp8,
@@ -252,7 +254,10 @@ def select_sizes(w) -> dict:
     """Decode steps and prompts with FP4 keys."""
     steps = [sizes for sizes in score_sizes(w)["bench"] if sizes["keys"] == "fp4"]
     prompts = [dict(keys="fp4", entries=T // RATIO, prompt=True) for T in (8192, 131072)]
-    return {"bench": [sizes | dict(k=w.index_topk) for sizes in steps + prompts]}
+    long = [each | dict(entries=LONGEST) for each in STEPS_AND_PROMPTS if not each.get("prompt")]
+    compiled = [*STEPS_AND_PROMPTS, *long, dict(keys="fp4", entries=400)]
+    each = {"bench": steps + prompts, "compiled": compiled}
+    return {consumer: [sizes | dict(k=w.index_topk) for sizes in made] for consumer, made in each.items()}
 
 
 SELECT = Contract(

@@ -72,6 +72,10 @@ def post_pre_inputs(w, draw, tokens) -> tuple:
     return *inputs.merge("random", tokens, w, draw), *pre_inputs(w, draw, tokens)[1:]
 
 
+def post_head_inputs(w, draw, tokens) -> tuple:
+    return *inputs.merge("random", tokens, w, draw), *_normed(inputs.head("random", tokens, w, draw)[1:], w, draw)
+
+
 NORM = (
     Argument("weight", ("hidden",), "activation", "of the norm of the sublayer's input"),
     Argument("rms_eps", None, "float32", "of that norm"),
@@ -89,7 +93,7 @@ MHC_PRE_NORM = Contract(
     pre_work,
     mhc.PRE.edges,
     {"streams": 0},
-    production=Production(pre_inputs, of_tokens(1, 4096)),
+    production=Production(pre_inputs, lambda w: of_tokens(1, 4096)(w) | mhc.COMPILED(w)),
 )
 MHC_POST_PRE_NORM = Contract(
     "mhc_post_pre_norm",
@@ -102,7 +106,7 @@ MHC_POST_PRE_NORM = Contract(
     post_pre_work,
     ("gates are of the new streams, which may be rounded before", *mhc.PRE.edges),
     mhc.POST.batch,
-    production=Production(post_pre_inputs, of_tokens(1, 8, 64, 4096)),
+    production=Production(post_pre_inputs, lambda w: of_tokens(1, 8, 64, 4096)(w) | mhc.COMPILED(w)),
 )
 MHC_POST_HEAD_NORM = Contract(
     "mhc_post_head_norm",
@@ -115,5 +119,6 @@ MHC_POST_HEAD_NORM = Contract(
     post_pre_work,
     ("gates are of the new streams, which may be rounded before",),
     mhc.POST.batch,
+    production=Production(post_head_inputs, mhc.COMPILED),
 )
 CONTRACTS = (MHC_PRE_NORM, MHC_POST_PRE_NORM, MHC_POST_HEAD_NORM)

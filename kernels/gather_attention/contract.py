@@ -5,9 +5,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from dsv4.kernels.block_choice.policy import block_bounds, page_bounds
 from dsv4.kernels.contract import Argument, Case, Contract, Production, Work
-from dsv4.kernels.grouped_attention import exact
-from dsv4.kernels.grouped_attention.contract import CACHE, OUT, QUERIES, SCALE, SLOTS, START, WINDOW
+from dsv4.kernels.grouped_attention import Termination, exact
+from dsv4.kernels.grouped_attention.contract import CACHE, CONTEXTS, LENGTHS, OUT, QUERIES, SCALE, SLOTS, START, WINDOW
 from dsv4.kernels.grouped_attention.contract import inputs as full_cache
 
 
@@ -85,12 +86,21 @@ def work(q, keys, values, blocks, start, window, scale, block, termination=None)
     return Work(moved, 4 * seen * (H // KV) * D, "2·seen·D·b + 2·B·T·H·D·b + 4·lists; 4·seen·(H / KV)·D")
 
 
-def inputs(w, draw, slots, block, kept) -> tuple:
-    """One token that sees `kept` blocks of a full cache, −1 behind them where it has not as many."""
+def inputs(w, draw, slots, block, kept, rule=None) -> tuple:
+    """One token that sees `kept` blocks of a full cache, −1 behind them where it has not as many. rule: as in
+    `grouped_attention`."""
     q, keys, values, start, window, scale = full_cache(w, draw, slots)
     blocks = draw.chosen(slots // block, keys.shape[1], min(kept, slots // block))
     blocks = F.pad(blocks, (0, kept - blocks.shape[1]), value=-1).int().view(1, 1, -1, kept)
-    return q, keys, values, blocks, start, window, scale, block
+    return q, keys, values, blocks, start, window, scale, block, *(() if rule is None else (rule,))
+
+
+def sizes(w) -> dict:
+    """As of `grouped_attention`: blocks and pages, with a rule and without."""
+    shapes = [dict(block=policy.block, kept=policy.kept) for policy in (block_bounds(), page_bounds())]
+    rules = {}, dict(rule=Termination())
+    compiled = [dict(slots=CONTEXTS["128K"]) | shape | rule for shape in shapes for rule in rules]
+    return {"compiled": compiled + [dict(slots=S, dtype=t) | shapes[0] | rule for S, t in LENGTHS for rule in rules]}
 
 
 CONTRACTS = (
@@ -113,6 +123,6 @@ CONTRACTS = (
         work,
         ("−1 may stand anywhere", "a query that sees no key gives zeros", "a listed block may end behind the query"),
         {"q": 0, "keys": 0, "values": 0, "blocks": 0, "start": 0},
-        production=Production(inputs),
+        production=Production(inputs, sizes),
     ),
 )

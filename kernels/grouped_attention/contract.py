@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
-from dsv4.kernels.grouped_attention import exact
+from dsv4.kernels.grouped_attention import Termination, exact
 
 SLOTS = 384  # of a cache: three blocks of 128
 
@@ -45,19 +45,25 @@ def work(q, keys, values, start, window, scale, termination=None) -> Work:
     return Work(moved, 4 * int(each.sum()) * H * D, "2·keys·KV·D·b + 2·B·T·H·D·b; 4·seen·H·D")
 
 
-def inputs(w, draw, slots, batch=1, tokens=1, window=None) -> tuple:
-    """A full cache: the last token of each row stands in its last slot."""
+def inputs(w, draw, slots, batch=1, tokens=1, window=None, rule=None) -> tuple:
+    """A full cache: the last token of each row stands in its last slot. rule: of termination, which is no argument of
+    the contract."""
     H, KV, D = exact.sizes(w)
     q, keys, values = draw.large(batch, tokens, H, D), draw.large(batch, KV, slots, D), draw.large(batch, KV, slots, D)
-    return q, keys, values, torch.full((batch,), slots - tokens, device=draw.device), window, D**-0.5
+    start = torch.full((batch,), slots - tokens, device=draw.device)
+    return q, keys, values, start, window, D**-0.5, *(() if rule is None else (rule,))
 
 
 def sizes(w) -> dict:
-    """Decode steps at contexts of 8K to 1M tokens."""
-    return {"bench": [dict(slots=S, batch=B) for S in CONTEXTS.values() for B in (1, 8)]}
+    """Decode steps at contexts of 8K to 1M tokens; compiled with every way to call at 128K tokens."""
+    ways = {}, dict(rule=Termination()), dict(tokens=512), dict(window=1000), dict(tokens=512, window=1000)
+    compiled = [dict(slots=CONTEXTS["128K"]) | way for way in ways]
+    compiled += [dict(slots=S, dtype=dtype) | way for S, dtype in LENGTHS for way in ways[:3]]
+    return {"bench": [dict(slots=S, batch=B) for S in CONTEXTS.values() for B in (1, 8)], "compiled": compiled}
 
 
 CONTEXTS = {"8K": 1 << 13, "32K": 1 << 15, "128K": 1 << 17, "1M": 1 << 20}
+LENGTHS = (1024, torch.bfloat16), (1 << 20, torch.bfloat16), (4096, torch.float32)  # that are compiled too
 QUERIES = ("batch", "tokens", "num_heads", "head_dim")
 CACHE = (
     Argument("keys", ("batch", "kv_heads", "slots", "head_dim"), "activation", "the token at position p is row p"),

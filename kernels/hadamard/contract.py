@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.hadamard import reference
 
 STAGE = 16  # columns of one factor of a kernel on tensor cores
@@ -50,6 +50,15 @@ def cases(w, draw):
     yield Case("columns of unequal size", "uneven", ((draw.rand(9, D) * spread).to(draw.dtype),))
 
 
+def inputs(w, draw, rows, width) -> tuple:
+    return (draw.act(rows, width),)
+
+
+def sizes(w) -> dict:
+    """Index queries of a token, of a model and of a small one."""
+    return {"compiled": [dict(rows=w.index_n_heads, width=D) for D in (w.index_head_dim, w.index_head_dim // 2)]}
+
+
 def work(x) -> Work:
     """Rows in and out; D·log2(D) sums a row."""
     D = x.shape[-1]
@@ -73,5 +82,6 @@ CONTRACTS = (
         work,
         ("twice the transform is the input again", "x is not changed"),
         {"x": 0},
+        production=Production(inputs, sizes),
     ),
 )

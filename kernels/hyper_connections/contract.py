@@ -1,9 +1,17 @@
 """Contracts of `mhc_pre`, `mhc_post` and `mhc_head`."""
 
+import torch
+
 from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, of_tokens
 from dsv4.kernels.hyper_connections import exact, inputs, reference
 
 COUNTS = (1, 3, 5, 17, 33)  # tokens: one, few, and about the tiles of kernels
+
+
+# of decode steps and prompts; fp32 streams have their own kernel for many tokens
+COMPILED = lambda w: {
+    "compiled": [dict(tokens=1), dict(tokens=8), dict(tokens=4096), dict(tokens=4096, dtype=torch.float32)]
+}
 
 
 def pre_cases(w, draw):
@@ -57,6 +65,7 @@ PRE = Contract(
         "the factor of post is 2",
     ),
     {"streams": 0},
+    production=Production(lambda w, draw, tokens: inputs.connection("random", tokens, w, draw), COMPILED),
 )
 
 
@@ -145,5 +154,6 @@ HEAD = Contract(
     head_work,
     ("a token of zeros gives zeros",),
     {"streams": 0},
+    production=Production(lambda w, draw, tokens: inputs.head("random", tokens, w, draw), COMPILED),
 )
 CONTRACTS = (PRE, POST, HEAD)

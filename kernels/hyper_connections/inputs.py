@@ -81,7 +81,7 @@ def head(family: str, N: int, w, draw) -> tuple:
     """streams, fn, scale, base, eps and norm_eps of `mhc_head`."""
     n, d = w.hc_mult, w.hidden_size
     fn, base = mixing(family, n, n, d, draw)
-    scale, streams = torch.tensor([0.7]), streams_of(family, N, n, d, draw)
+    scale, streams = torch.tensor([0.7], device=draw.device), streams_of(family, N, n, d, draw)
     if family == "steep gates":
         streams, fn, base = steep(N, fn, scale.expand(n), n, d, draw)
     return streams.to(draw.dtype), fn, scale, base, w.hc_eps, w.rms_norm_eps

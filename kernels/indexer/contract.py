@@ -84,10 +84,10 @@ def _score_case(family, form, B, T, w, draw) -> Case:
     return Case(f"{B} rows of {T} tokens, {kind}", family, (q.to(draw.dtype), weights, packed, visible), unread, exempt)
 
 
-def score_inputs(w, draw, keys, entries, batch=1, prompt=False) -> tuple:
-    """Queries of one token that see every entry of their row, or those of a prompt, which see the entries before them.
-    keys: their format, 'fp8', 'fp4' or plain."""
-    H, D, tokens = w.index_n_heads, w.index_head_dim, RATIO * entries if prompt else 1
+def score_inputs(w, draw, keys, entries, batch=1, prompt=False, tokens=1) -> tuple:
+    """Queries of one token or of a draft that see every entry of their row, or those of a prompt, which see the entries
+    before them. keys: their format, 'fp8', 'fp4' or plain."""
+    H, D, tokens = w.index_n_heads, w.index_head_dim, RATIO * entries if prompt else tokens
     q, weights = draw.rand(batch, tokens, H, D), draw.rand(batch, tokens, H) * H**-0.5
     pool = draw.pool(KEYS.get(keys), entries, D, batch=batch)
     visible = torch.full((batch, tokens), entries, device=draw.device)
@@ -101,12 +101,18 @@ def score_sizes(w) -> dict:
     timed = [dict(keys=form, entries=n, batch=B) for form in ("fp8", "fp4") for B, n in STEPS]
     contexts = [(B, n) for B in (1, 8) for n in (SHORT, LONG, LONGEST)]
     bench = [dict(keys=form, entries=n, batch=B) for form in ("fp4", "fp8", "bf16") for B, n in contexts]
-    return {"timed": timed, "bench": bench}
+    audited = [dict(keys=form, entries=SHORT, dtype=torch.float32) for form in ("fp4", "fp8", "fp32")]
+    return {"timed": timed, "bench": bench, "compiled": STEPS_AND_PROMPTS + audited}
 
 
 RATIO = 4  # tokens of one entry
 SHORT, LONG, LONGEST = 2048, 32768, 262144  # entries of 8K, 128K and 1M tokens
 STEPS = (1, 4096), (1, LONG), (8, LONG)
+STEPS_AND_PROMPTS = [
+    dict(keys=form, entries=SHORT) | step
+    for form in ("fp4", "fp8", "bf16")
+    for step in ({}, dict(tokens=3), dict(prompt=True))
+]
 KEYS = {"fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
 
 
@@ -187,9 +193,10 @@ def _entry_case(family, scores, k, draw) -> Case:
     return Case(f"{n} entries, the best {k}", family, (scores, k, visible), {"scores": hidden}, exempt)
 
 
-def entry_inputs(w, draw, entries, batch=1, k=0) -> tuple:
-    """Scores of one token of each row, all of them visible."""
-    return draw.rand(batch, 1, entries), k or w.index_topk, torch.full((batch, 1), entries, device=draw.device)
+def entry_inputs(w, draw, entries, batch=1, k=0, limited=True) -> tuple:
+    """Scores of one token of each row, all of them visible, which is said or not."""
+    visible = torch.full((batch, 1), entries, device=draw.device) if limited else None
+    return draw.rand(batch, 1, entries), k or w.index_topk, visible
 
 
 def entry_sizes(w) -> dict:
@@ -199,7 +206,34 @@ def entry_sizes(w) -> dict:
     return {
         "timed": [dict(entries=n, batch=B) for B, n in shapes],
         "bench": [*bench, dict(entries=LONGEST, batch=1, k=2 * k)],
+        "compiled": [dict(entries=n, batch=B, k=each) for each, n, B in METHODS] + [dict(entries=SHORT, limited=False)],
     }
+
+
+# k, entries and rows of each way to select (`triton_choose.plan`), and of each size of what a program holds
+METHODS = (
+    *((k, n, 1) for k in (64, 512, 1024) for n in (SHORT, LONG, LONGEST, 1 << 20)),
+    *(
+        (64, 400, 64),
+        (300, 400, 64),
+        (2100, 4000, 1),
+        (17000, 32000, 1),
+        (64, LONG, 64),
+        (64, 4096, 1),
+        (64, 4096, 64),
+        (1024, LONGEST, 64),
+    ),
+    *(
+        (512, 4096, 8),
+        (512, LONGEST, 8),
+        (512, 65536, 16),
+        (512, 1 << 20, 2),
+        (512, LONG, 64),
+        (512, LONGEST, 64),
+        (512, LONG, 512),
+    ),
+    *((4096, 1 << 21, 64), (4096, LONG, 64)),
+)
 
 
 def entry_work(scores, k, visible=None) -> Work:

@@ -256,6 +256,16 @@ def grouped_work(x, w: PackedWeight) -> Work:
     return Work(moved, 2 * N * O * K, f"weight + N·(G·K + G·R)·{x.element_size()}; 2·N·G·R·K")
 
 
+def grouped_inputs(w, draw, form, tokens) -> tuple:
+    """Heads in groups, through a weight as a checkpoint holds it."""
+    G, K = w.o_groups, w.num_attention_heads * w.head_dim // w.o_groups
+    return draw.act(tokens, G, K), drawn.stored(form, G * w.o_lora_rank, K, draw=draw)
+
+
+def grouped_sizes(w) -> dict:
+    return {"compiled": [dict(form=form, tokens=N) for form in (FP8, DENSE) for N in (1, 10, 512)]}
+
+
 GROUPED = Contract(
     "grouped_linear",
     "Block-diagonal product: group g of the inputs meets rows g·R to (g + 1)·R of the weight.",
@@ -270,5 +280,6 @@ GROUPED = Contract(
     grouped_work,
     ("a scale block may span two groups", "a row of zeros gives zeros"),
     {"x": 0},
+    production=Production(grouped_inputs, grouped_sizes),
 )
 CONTRACTS = (LINEAR, GROUPED)

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.quantize import reference
 from dsv4.kernels.quantize.exact import E2M1_GRID, E4M3_GRID, simulated_fp4, simulated_fp8
 
@@ -106,6 +106,21 @@ def fp4_cases(w, draw):
     yield Case("1 row", "random", (draw.act(1, w.index_head_dim), 32), {}, FEW)
 
 
+def fp8_inputs(w, draw, rows, width, block, keep) -> tuple:
+    return draw.act(rows, width), block, keep
+
+
+def fp8_sizes(w) -> dict:
+    """Activations, and rows of the cache with their rotated columns kept."""
+    activations = dict(rows=8, width=w.hidden_size, block=128, keep=0)
+    return {"compiled": [activations, dict(rows=8, width=w.head_dim, block=64, keep=w.qk_rope_head_dim)]}
+
+
+def fp4_inputs(w, draw, rows) -> tuple:
+    """Index keys."""
+    return draw.act(rows, w.index_head_dim), 32
+
+
 def simulate_work(x, block: int, keep: int = 0) -> Work:
     """Inputs and results once; a comparison, a division and a multiplication a number."""
     return Work(2 * x.numel() * x.element_size(), 3 * x.numel(), f"2·numbers·{x.element_size()}; 3·numbers")
@@ -133,6 +148,7 @@ FP8 = Contract(
     simulate_work,
     (*EDGES, "amax counts as 1e-4 at least"),
     {"x": 0},
+    production=Production(fp8_inputs, fp8_sizes),
 )
 FP4 = Contract(
     "simulate_fp4_blocks",
@@ -145,5 +161,6 @@ FP4 = Contract(
     simulate_work,
     (*EDGES, "amax counts as 6 · 2^−126 at least, so that the scale is 2^−126 at least and codes may be subnormal"),
     {"x": 0},
+    production=Production(fp4_inputs, lambda w: {"compiled": [dict(rows=64)]}),
 )
 CONTRACTS = (FP8, FP4)

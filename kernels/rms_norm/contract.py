@@ -34,14 +34,19 @@ def cases(w, draw):
     yield Case("1 row", "random", (draw.act(1, d), weight, w.rms_norm_eps))
 
 
-def inputs(w, draw, rows) -> tuple:
-    """So many rows of the model's width."""
-    return draw.act(rows, w.hidden_size), draw.act(w.hidden_size), w.rms_norm_eps
+def inputs(w, draw, rows, width=0) -> tuple:
+    """So many rows of the model's width, or of another."""
+    width = width or w.hidden_size
+    return draw.act(rows, width), draw.act(width), w.rms_norm_eps
 
 
 def sizes(w) -> dict:
-    """Rows of one decode step and of a prefill chunk."""
-    return {"timed": [dict(rows=N) for N in (1, 32, 2048)]}
+    """Rows of one decode step and of a prefill chunk; compiled for what a model normalises."""
+    widths = [width for width in (w.hidden_size, w.q_lora_rank, w.head_dim, w.head_dim // 2) if width]
+    return {
+        "timed": [dict(rows=N) for N in (1, 32, 2048)],
+        "compiled": [dict(rows=N, width=D) for D in widths for N in (1, 4096)],
+    }
 
 
 def work(x, weight, eps) -> Work:

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.rope import reference
 
 POSITIONS = (0, 1, 4095, 65535, 131072, 1_000_000)
@@ -46,6 +46,16 @@ def cases(w, draw):
     yield Case("rotated columns of size 8", "uneven", (loud, draw.angles(half, 5)))
 
 
+def inputs(w, draw, tokens, width=0, pairs=0) -> tuple:
+    """Rows of a model's latents, or of other columns and rotated pairs."""
+    return draw.act(tokens, width or w.head_dim), draw.angles(pairs or w.qk_rope_head_dim // 2, tokens)
+
+
+def sizes(w) -> dict:
+    """Latents, index keys, and latents of a small model."""
+    return {"compiled": [dict(tokens=8) | shape for shape in ({}, dict(width=w.index_head_dim), dict(pairs=16))]}
+
+
 def work(x, cis) -> Work:
     """Rotated columns in and out, rotations once; 6 operations a pair."""
     half = cis.shape[-1]
@@ -80,5 +90,6 @@ CONTRACTS = (
             "all columns may be rotated",
         ),
         {"x": 0, "cis": 0},
+        production=Production(inputs, sizes),
     ),
 )

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.rope.contract import POSITIONS, turns
 from dsv4.kernels.rotary_rows import reference
@@ -63,6 +63,23 @@ def _case(family, B, T, biased, w, draw) -> Case:
     return Case(f"{B} rows of {T} tokens{', biases' if biased else ''}", family, arguments, exempt=exempt)
 
 
+def inputs(w, draw, tokens, batch, biased) -> tuple:
+    """The next tokens of rows of a cache that they fill."""
+    (H, KV, D), N = sizes(w), batch * tokens
+    parts = [draw.act(N, heads * D) for heads in (H, KV, KV)]
+    biases = tuple(draw.act(part.shape[1]) for part in parts) if biased else None
+    keys, values = draw.large(batch, KV, 8192, D), draw.large(batch, KV, 8192, D)
+    start = torch.full((batch,), 8192 - tokens, device=draw.device)
+    return *parts, biases, draw.angles(D // 2, N), keys, values, start
+
+
+def production_sizes(w) -> dict:
+    """A decode step and a prompt, of models with biases and without, in both dtypes."""
+    shapes = [dict(batch=8, tokens=1), dict(batch=1, tokens=4096)]
+    each = [dict(biased=biased, dtype=dtype) for biased in (False, True) for dtype in (torch.bfloat16, torch.float32)]
+    return {"compiled": [shape | form for shape in shapes for form in each]}
+
+
 def work(q, k, v, biases, cis, keys, values, start) -> Work:
     """Rows in and out, biases and rotations once."""
     given = sum(t.numel() for t in biases or ())
@@ -95,5 +112,6 @@ CONTRACTS = (
         cases,
         work,
         ("other rows of the cache keep their bits",),
+        production=Production(inputs, production_sizes),
     ),
 )

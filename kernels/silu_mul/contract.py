@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Work
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.silu_mul import reference
 
 
@@ -35,6 +35,17 @@ def cases(w, draw):
         yield Case(f"{N} rows of {width}", "random", (draw.act(N, width), draw.act(N, width), None))
 
 
+def inputs(w, draw, tokens, biased) -> tuple:
+    gate, up, *biases = (draw.act(*lead, w.moe_intermediate_size) for lead in ((tokens,), (tokens,), (), ()))
+    return gate, up, tuple(biases) if biased else None
+
+
+def sizes(w) -> dict:
+    """Models with biases and without, in both dtypes."""
+    both = (torch.bfloat16, torch.float32)
+    return {"compiled": [dict(tokens=8, biased=biased, dtype=dtype) for biased in (False, True) for dtype in both]}
+
+
 def work(gate, up, biases) -> Work:
     """Both inputs, the result, and biases once; an exponential, a division and two products a number."""
     moved = 3 * gate.numel() * gate.element_size() + (0 if biases is None else 2 * biases[0].nbytes)
@@ -56,5 +67,6 @@ SILU_MUL = Contract(
     work,
     ("gates of −80 and less may give zero", "a gate of zero gives zero"),
     {"gate": 0, "up": 0},
+    production=Production(inputs, sizes),
 )
 CONTRACTS = (SILU_MUL,)

@@ -9,10 +9,9 @@ from functools import partial
 import torch
 
 from dsv4.kernels.contract import Production
-from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.contracts import productions
 from dsv4.kernels.experts import reference as experts_reference
 from dsv4.kernels.experts import triton as experts
-from dsv4.kernels.experts.contract import MOE
 from dsv4.kernels.fusions import compositions, triton_fused
 from dsv4.kernels.fusions.maps_contract import kinds
 from dsv4.kernels.linear import reference as linear_reference
@@ -40,13 +39,13 @@ def rows(device: str) -> Iterator[Row]:
         "linears": _linears,
         "project_heads": _heads,
         "experts": _experts,
+        "moe": _moe,
         "route_scored": _scored,
         "route_hashed": _hashed,
     }
     for operation, row in made.items():
-        production = contract_of(operation).production
+        production = productions()[operation]
         yield from (row(production, sizes, device) for sizes in production.sizes(FLASH)["bench"])
-    yield from (_moe(MOE, sizes, device) for sizes in MOE.sizes(FLASH)["bench"])
 
 
 def size(form: str, *shape: int) -> int:

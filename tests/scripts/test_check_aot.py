@@ -20,7 +20,7 @@ def copy(X, Y, n, B: tl.constexpr):
 def broken(X, B: tl.constexpr):
     tl.store(X, no_such_name)
 
-def cases():
+def cases_for(capability):
     types = {"X": "*bf16", "Y": "*bf16", "n": "i32", "B": "constexpr"}
     return [("copies", copy, types, {"B": 256}, {"num_warps": 4}),
             ("breaks", broken, {"X": "*bf16", "B": "constexpr"}, {"B": 1}, {})]
@@ -63,6 +63,14 @@ def test_a_kernel_that_does_not_compile_fails_the_check(tmp_path):
         and "| breaks | FAILED |" in ran.stdout
         and "1 of 2 compiled" in ran.stdout
     )
+
+
+def test_every_kernel_that_a_launcher_launches_is_compiled():
+    """In a process of its own, in which Triton compiles and does not interpret."""
+    ask = "from scripts.aot.launches import unlaunched; print(unlaunched([(8, 0), (9, 0)]))"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(Path.home())}
+    ran = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert ran.returncode == 0 and ran.stdout == "[]\n", ran.stdout + ran.stderr
 
 
 def test_tf32_is_seen_in_every_kind_of_product():

@@ -1,0 +1,169 @@
+"""What every launcher launches at the sizes of its contract, as the compiler sees it.
+
+Launchers are called on tensors of the device `meta`, which have shapes and no memory, and Triton's own binder reads
+the arguments of each launch: types, constants and what divides by 16 are those of a launch on a GPU.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from dsv4.kernels import launch
+from dsv4.kernels.block_choice import block_scores
+from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.commit_rows import triton as commit_rows
+from dsv4.kernels.contracts import productions
+from dsv4.kernels.draft_sizes import triton as draft_sizes
+from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.linear.drawn import FP8, MXFP4
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.widths import FLASH, LLAMA, QWEN, Widths
+
+PROCESSORS = 132  # of an H100
+SMALL = Widths(512, 8, 64, moe_intermediate_size=704, num_key_value_heads=2)
+ODD = replace(SMALL, num_attention_heads=6, head_dim=80)
+GQA = (LLAMA, QWEN, SMALL, ODD)
+TINY = replace(FLASH, num_attention_heads=8, head_dim=64, sliding_window=64, index_n_heads=8, index_head_dim=64)
+DEMO = replace(FLASH, hidden_size=256, moe_intermediate_size=160, n_routed_experts=16, num_experts_per_tok=4)
+TESTED = (
+    (replace(SMALL, num_attention_heads=4, head_dim=16), Chunking(32, 8, 12)),
+    (replace(SMALL, num_attention_heads=4, head_dim=16, num_key_value_heads=4), Chunking(48, 16, 20)),
+)
+# launched for tensors of CUDA alone, so not for those of `meta`; `scripts/gpu_tests.sh` compiles and runs them
+WAIVED = tuple(
+    f"{folder}.training." for folder in ("attention", "experts", "hyper_connections", "rms_norm", "rope", "rotary_rows")
+)
+SPECIAL = (  # calls of small models, whose kernels have other tiles, and of layers without entries
+    ("sparse_attention", FLASH, dict(tokens=1, window="bf16", kept=None)),
+    ("hca_attention", TINY, dict(batch=1, entries=33, window="bf16", kept="bf16")),
+    *(("index_scores", TINY, dict(keys=keys, entries=2048)) for keys in ("bf16", "fp8", "fp4")),
+    *(("select_entries", TINY, dict(keys=keys, entries=2048, k=512)) for keys in ("bf16", "fp8", "fp4")),
+    ("linear", DEMO, dict(form=FP8, rows=256, columns=160, tokens=1, simulate=True)),
+    ("linear", DEMO, dict(form=MXFP4, rows=256, columns=160, tokens=3, simulate=True)),
+    ("linear", DEMO, dict(form=FP8, rows=30, columns=100, tokens=3)),
+    *(
+        ("chunked_prefill", tested, dict(batch=2, tokens=200, chunking=chunking, dtype=dtype))
+        for tested, chunking in TESTED
+        for dtype in (torch.bfloat16, torch.float32)
+    ),
+    ("experts", DEMO, dict(form=MXFP4, tokens=1, simulate=True)),
+)
+
+
+def cases_for(capability: tuple[int, int]) -> list[tuple]:
+    """(name, kernel, signature, constexprs, options) of each kernel that differs, on a GPU of that capability."""
+    found, names = {}, set()
+    with recorded(capability) as launched:
+        for label, call in calls():
+            launched.clear()
+            call()
+            for kernel, args, options in launched:
+                case = specialised(kernel, args, options, capability)
+                if (key := repr((kernel.module, kernel.__name__, *case[1:]))) not in found:
+                    name = f"{label} · {kernel.__name__.lstrip('_')}"
+                    alike = sum(other == name or other.startswith(f"{name} #") for other in names)
+                    names.add(name := f"{name} #{alike + 1}" if alike else name)
+                    found[key] = (name, *case)
+    return list(found.values())
+
+
+@contextmanager
+def recorded(capability: tuple[int, int]) -> Iterator[list[tuple]]:
+    """(kernel, arguments, options) of launches of the block, in a list. Every module of kernels asks a GPU of that
+    capability, and none is launched."""
+    found: list[tuple] = []
+    stand_ins = {
+        "require_device": lambda *_: None,
+        "processors": lambda _: PROCESSORS,
+        "capability": lambda _: capability,
+        "dependent_launch": lambda _: capability >= (9, 0),
+    }
+
+    originals = {name: getattr(launch, name) for name in stand_ins}
+
+    def run(kernel, *args, grid, warmup, **options):
+        found.append((kernel, args, options))
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(JITFunction, "run", run))
+        for module in kernel_modules():
+            for name, stand_in in stand_ins.items():
+                if getattr(module, name, None) is originals[name]:
+                    stack.enter_context(patch.object(module, name, stand_in))
+        yield found
+
+
+def kernel_modules() -> list[ModuleType]:
+    return [module for name, module in sorted(sys.modules.items()) if name.startswith("dsv4.kernels.")]
+
+
+def specialised(kernel: JITFunction, args: tuple, options: dict, capability: tuple[int, int]) -> tuple:
+    """(kernel, signature, constexprs, options): what Triton compiles for one launch. `attrs` of the options are those
+    of arguments."""
+    backend = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
+    bound, specialization, given = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **options
+    )
+    _, signature, constants, attrs = kernel._pack_args(backend, options, bound, specialization, given)
+    return kernel, signature, constants, {**given, "attrs": {place: what for place, what in attrs.items() if what}}
+
+
+def calls() -> Iterator[tuple[str, Callable]]:
+    """(label, launch) of everything that has production calls, at the sizes that are compiled."""
+    functions = launchers()
+    each = [
+        (name, widths, sizes)
+        for name, production in productions().items()
+        for widths in models(name)
+        for sizes in production.compiled(widths)
+    ]
+    for name, widths, sizes in each + [*SPECIAL]:
+        arguments = productions()[name].drawn(widths, 0, "meta", **sizes)
+        yield f"{name} {shown(widths, sizes)}", partial(functions[name], *arguments)
+
+
+def models(name: str) -> tuple[Widths, ...]:
+    """Those that call it; of norms and maps, which all of them call, a DeepSeek-V4 model."""
+    if name == "fetch":
+        return FLASH, *GQA
+    if name == "chunked_prefill":  # heads of powers of two
+        return GQA[:3]
+    return GQA if name == "block_scores" or name in GQA_OPERATIONS.keys() - OPERATIONS.keys() else (FLASH,)
+
+
+def launchers() -> dict[str, Callable]:
+    """What has production calls → what launches it on a GPU."""
+    every = {**OPERATIONS, **GQA_OPERATIONS, **COMPOSITIONS, "block_scores": block_scores}
+    found = {name: op.implementations["triton"] for name, op in every.items() if "triton" in op.implementations}
+    others = {f.__name__: f for f in (commit_rows.commit, commit_rows.record, draft_sizes.observe, draft_sizes.choose)}
+    return found | others
+
+
+def shown(widths: Widths, sizes: Mapping) -> str:
+    """Sizes in words, and of a GQA model its heads."""
+    heads = [f"{widths.num_attention_heads}q/{widths.num_key_value_heads}kv/{widths.head_dim}"]
+    words = [f"{name} {_word(value)}" for name, value in sizes.items()]
+    return ", ".join((heads if widths.num_key_value_heads else []) + words)
+
+
+def _word(value) -> str:
+    return str(getattr(value, "value", getattr(value, "name", value))).removeprefix("torch.")
+
+
+def unlaunched(capabilities: Iterable[tuple[int, int]]) -> list[str]:
+    """ "module.name" of kernels of the imported modules, Triton functions that no other one calls, without a case on
+    any of those GPUs, but for those that are waived."""
+    each = {f for module in kernel_modules() for f in vars(module).values() if isinstance(f, JITFunction)}
+    called = {f.__globals__.get(name) for f in each for name in f.fn.__code__.co_names if name != f.fn.__name__}
+    launched = {kernel for capability in capabilities for _, kernel, *_ in cases_for(capability)}
+    names = sorted(f"{f.module}.{f.__name__}" for f in each - called - launched)
+    return [name for name in names if not any(name.startswith(f"dsv4.kernels.{waived}") for waived in WAIVED)]
