@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dsv4.kernels.chunked_prefill import Chunking, chunked_prefill
+from dsv4.kernels.contracts import productions
 from dsv4.kernels.grouped_attention.exact import sizes
 from dsv4.kernels.widths import LLAMA
-from scripts.bench.inputs import difference, normal
+from scripts.bench.inputs import difference
 from scripts.bench.row import Beside, Row
 
+PRODUCTION = productions()["chunked_prefill"]
 H, KV, D = sizes(LLAMA)
 # relative Frobenius error of sampled queries against fp32 under the mask; bf16 rounding twice is 3e-3
 TOLERANCE = 5e-3
@@ -21,35 +23,28 @@ SAMPLED = 48
 WANTED = 0.55 * 800e12  # FLOP/s on kept pairs
 FASTER = {4096: 1.5, 131072: 5.0}  # times as fast as the best dense peer of the same run
 DENSE_CHUNK = 2048  # tokens a call of dense chunked prefill
-LENGTHS = {
-    4096: ((512, 64, 192), (1024, 128, 384)),
-    16384: ((1024, 128, 384), (2048, 256, 768)),
-    65536: ((2048, 256, 768), (4096, 512, 1536)),
-    131072: ((2048, 256, 768), (4096, 512, 1536)),
-}
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
 def rows(device: str) -> Iterator[Row]:
-    for T, cuts in LENGTHS.items():
-        for cut in cuts:
-            c = Chunking(*cut)
-            flops = 4 * H * D * kept_pairs(T, c)
-            peers = {f"SDPA {name}, whole": partial(_whole, T, backend, device) for name, backend in BACKENDS.items()}
-            peers[f"SDPA flash, chunks of {DENSE_CHUNK}"] = partial(_in_chunks, T, device)
-            peers[f"SDPA cuDNN, chunks of {DENSE_CHUNK}"] = partial(_merged_chunks, T, device)
-            yield Row(
-                "chunked_prefill",
-                f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy",
-                partial(_ours, T, c, device),
-                T * 4 * (H + KV) * D,
-                flops,
-                flops / WANTED * 1e6,
-                peers,
-                interleaved=True,
-                beside=(Beside(FASTER[T]),) if T in FASTER else (),
-                facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy),
-            )
+    for each in PRODUCTION.sizes(LLAMA)["bench"]:
+        T, c = each["tokens"], each["chunking"]
+        flops = 4 * H * D * kept_pairs(T, c)
+        peers = {f"SDPA {name}, whole": partial(_whole, T, backend, device) for name, backend in BACKENDS.items()}
+        peers[f"SDPA flash, chunks of {DENSE_CHUNK}"] = partial(_in_chunks, T, device)
+        peers[f"SDPA cuDNN, chunks of {DENSE_CHUNK}"] = partial(_merged_chunks, T, device)
+        yield Row(
+            "chunked_prefill",
+            f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy",
+            partial(_ours, T, c, device),
+            T * 4 * (H + KV) * D,
+            flops,
+            flops / WANTED * 1e6,
+            peers,
+            interleaved=True,
+            beside=(Beside(FASTER[T]),) if T in FASTER else (),
+            facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy),
+        )
 
 
 def kept_pairs(tokens: int, c: Chunking) -> int:
@@ -60,15 +55,16 @@ def kept_pairs(tokens: int, c: Chunking) -> int:
 
 
 def _inputs(T: int, i: int, device: str):
-    return (normal(3 * i, 1, T, H, D, device=device), *(normal(3 * i + n, 1, KV, T, D, device=device) for n in (1, 2)))
+    """q, keys and values."""
+    return PRODUCTION.drawn(LLAMA, i, device, tokens=T, chunking=None)[:3]
 
 
 def _ours(T: int, c: Chunking, device: str, i: int):
-    q, k, v = _inputs(T, i, device)
-    lengths = torch.tensor([T], device=device)
+    arguments = PRODUCTION.drawn(LLAMA, i, device, tokens=T, chunking=c)
+    q, k, v = arguments[:3]
 
     def run():
-        return chunked_prefill(q, k, v, 0, lengths, c, D**-0.5, backend="triton")
+        return chunked_prefill(*arguments, backend="triton")
 
     def check():
         """Sampled queries against one softmax over their own chunk and the memory that they were given."""
