@@ -1,10 +1,13 @@
 """What a decode step does between its products, on Triton, against the definitions run through the reference
 operations."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, decode_rows, pack_layout
+from dsv4.kernels.contracts import productions
 from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.fusions import compositions, triton_step
@@ -12,6 +15,7 @@ from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
 from dsv4.kernels.fusions.triton_step_inputs import attention_inputs
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.rope import rotation
+from dsv4.kernels.widths import SMALL
 from tests.kernels.products import fill_fresh_buffers
 from tests.kernels.test_triton_fusions import DEVICE, DTYPES, EPS, close, randn
 
@@ -244,3 +248,12 @@ def test_one_launch_at_v4_widths():
         graph.replay()
         results.append([t.clone() for t in found])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("kind", ["window", "CSA", "HCA"])
+@pytest.mark.parametrize("step", [dict(batch=2), dict(batch=2, tokens=5), dict(batch=2, packed=False)], ids=str)
+def test_the_production_calls_of_attention_inputs_are_such_steps(kind, step):
+    """Those that are timed and compiled, at small widths."""
+    drawn = partial(productions()["attention_inputs"].drawn, SMALL, 3, DEVICE, torch.float32, kind=kind, **step)
+    for got, want in zip(attention_inputs(*drawn()), compositions.attention_inputs(REFERENCE, *drawn()), strict=True):
+        assert (got.float() - want.float()).norm() <= 1e-4 * want.float().norm()
