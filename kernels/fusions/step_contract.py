@@ -59,7 +59,7 @@ def _windows(w, draw, batch, tokens, ratio, width, simulate, form, turned, compl
     c, N, new = OVERLAP[ratio], batch * tokens, -(-tokens // ratio)
     S, M, half = c * ratio, batch * new, w.qk_rope_head_dim // 2
     slots = torch.arange(N, device=draw.device) * S
-    rows = torch.arange(M * S, device=draw.device).view(M, S) % (N * S)
+    rows = torch.arange(M * S, device=draw.device).view(M, S)
     return Windows(
         draw.rand(N, 2 * c * width),
         draw.rand(ratio, c * width),
