@@ -3,7 +3,7 @@
 import torch
 
 from dsv4.cache.cache import Cache
-from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.cache_rows import PackedRows
 
 
 def fill_latents(cache: Cache, lengths: list[int], seed: int = 0) -> None:
@@ -24,10 +24,9 @@ def _fill_rows(rows: torch.Tensor | PackedRows, seed: int) -> None:
         return
     g = torch.Generator(rows.data.device).manual_seed(seed)
     rows.data.random_(0, 256, generator=g)
-    if rows.format is RowFormat.INDEX_FP8:
-        rows.payload.bitwise_and_(0xB7)
-        rows.scales.copy_(torch.ones(1, device=rows.data.device).view(torch.uint8))
-        return
-    if rows.format is RowFormat.KV_FP8:
+    if rows.format.bits == 8:
         rows.payload.bitwise_and_(0xB7)  # magnitudes below 2 in E4M3, and finite in bf16
-    rows.scales.fill_(127)
+    if rows.format.block:
+        rows.scales.fill_(127)
+    else:
+        rows.scales.copy_(torch.ones(1, device=rows.data.device).view(torch.uint8))

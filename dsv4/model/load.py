@@ -46,7 +46,7 @@ def load_model(
     device_map='auto' spreads layers over GPUs, host memory and the checkpoint on disk within `max_memory`
     ({0: bytes, 'cpu': bytes}; see dsv4.model.offload). cache: 'auto' (as activations), 'bf16' or 'fp8', of window rows
     and entries;
-    index_cache: 'auto', 'bf16', 'fp8' or 'fp4', of index keys (see `Numerics.with_caches`). attention: what a GQA model
+    index_cache: 'auto' or a format's name, of index keys (see `Numerics.with_caches`). attention: what a GQA model
     reads of its cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context
     is in pinned host memory (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are
     made after that). kernels: operation → a function, or its spec as text, to run in its place (`dsv4.kernels.user`).

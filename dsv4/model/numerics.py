@@ -43,8 +43,7 @@ class Numerics:
         return self.simulate or self.index_rows is not None and self.index_rows.simulated
 
     def with_caches(self, cache: str, index_cache: str) -> "Numerics":
-        """A copy whose caches have the formats called 'auto', 'bf16' or 'fp8', and 'auto', 'bf16', 'fp8' or 'fp4'
-        (index keys).
+        """A copy whose caches, and whose index keys, have the formats of these names: 'auto', or one of STREAM_FORMATS.
 
         'auto' is the activations' dtype. Raises InputError for a name that is unknown, or a format narrower than fp32
         where activations are fp32.

@@ -19,7 +19,7 @@ WHEN = {  # operation → when a model calls it, where that is not always
     "simulate_fp8_blocks": SIMULATED,
     "simulate_fp4_blocks": SIMULATED,
     "hadamard": SIMULATED,
-    "write_rows": "only with packed caches: --cache fp8, or --index-cache fp8 or fp4",
+    "write_rows": "only with packed caches: --cache fp8, or a packed --index-cache",
     "hca_attention": "only in HCA layers",
     "sparse_attention": "only in window and CSA layers",
     "gated_pool": "only where a compressor's window is complete: take a longer text",

@@ -23,9 +23,12 @@ STREAM_FORMATS = {
     "index": _options(RowFormat.INDEX_FP8, RowFormat.INDEX_FP4),  # index keys
 }
 
+KEY_FORMATS: tuple[RowFormat, ...] = tuple(form for form in STREAM_FORMATS["index"].values() if form is not None)
+
 write_rows = Operation("write_rows", {"reference": reference.write_rows, "triton": triton_kernels.write_rows})
 
 __all__ = [
+    "KEY_FORMATS",
     "PAGE",
     "STREAM_FORMATS",
     "PackedRows",

@@ -2,7 +2,8 @@
 
 import torch
 
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, PackedRows, RowFormat, pack_layout
+from dsv4.kernels.cache_rows import KEY_FORMATS
+from dsv4.kernels.cache_rows.formats import PAGE, PackedRows, RowFormat, pack_layout
 from dsv4.kernels.cache_rows.reference import write_rows
 from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.quantize.exact import E2M1_GRID, E4M3_GRID, FP4_FLOOR, FP8_FLOOR, block_codes
@@ -14,10 +15,13 @@ def encoded(x: torch.Tensor, form: RowFormat, rope: int) -> tuple[torch.Tensor, 
     """(payload, scales) as bytes int64 [M, ·] of values [M, D], from the definition of the layout."""
     x = x.double()
     sign = torch.signbit(x).long()
-    if form is RowFormat.INDEX_FP4:
-        code, exponent = block_codes(x, 32, E2M1_GRID, FP4_FLOOR)
+    if form is not RowFormat.KV_FP8 and form.bits == 4:
+        code, exponent = block_codes(x, form.block, E2M1_GRID, FP4_FLOOR)
         pair = (code + 8 * sign).unflatten(1, (-1, 2))
         return pair[..., 0] + 16 * pair[..., 1], exponent + 127
+    if form is not RowFormat.KV_FP8 and form.block:
+        code, exponent = block_codes(x, form.block, E4M3_GRID, FP8_FLOOR)
+        return code + 128 * sign, exponent + 127
     if form is RowFormat.INDEX_FP8:
         code, exponent = block_codes(x, x.shape[1], E4M3_GRID, FP8_FLOOR)
         word = (exponent + 127) << 23
@@ -80,10 +84,8 @@ def cases(w, draw):
     formats = (
         (RowFormat.KV_FP8, w.head_dim, w.qk_rope_head_dim),
         (RowFormat.KV_FP8, 512, 64),
-        (RowFormat.INDEX_FP8, w.index_head_dim, 0),
-        (RowFormat.INDEX_FP4, w.index_head_dim, 0),
+        *((form, w.index_head_dim, 0) for form in KEY_FORMATS if form.fits(w.index_head_dim)),
     )
-    formats = formats if w.index_head_dim % KEY_BLOCK == 0 else formats[:-1]
     for form, width, rope in dict.fromkeys(formats):
         for family, values in families(draw, width).items():
             slots = draw.shuffled(torch.arange(PAGES * PAGE))[: len(values)]
@@ -101,7 +103,7 @@ def _case(family, form, width, rope, slots, values, draw) -> Case:
     rows = PackedRows(form, data, width, rope, PAGES * PAGE)
     same = {"lower precision": "most values are codes, or too few to stand beside a boundary between two"}
     exempt = same if family in ("coded", "halves between codes", "zeros", "ends of pages") else {}
-    exempt = same if form is RowFormat.INDEX_FP4 and draw.dtype is torch.float32 else exempt
+    exempt = same if form.bits == 4 and draw.dtype is torch.float32 else exempt
     label = f"{len(slots)} rows of {width}, {form.value}"
     return Case(label, family, (rows, slots, values.to(draw.dtype)), {}, exempt)
 
@@ -122,7 +124,7 @@ def inputs(w, draw, form, width, rope, rows) -> tuple:
 def sizes(w) -> dict:
     """A decode step and a prompt in each format; compiled with rotated columns of a small model too."""
     kv = dict(form=RowFormat.KV_FP8, width=w.head_dim, rope=w.qk_rope_head_dim)
-    keys = [dict(form=form, width=w.index_head_dim, rope=0) for form in (RowFormat.INDEX_FP8, RowFormat.INDEX_FP4)]
+    keys = [dict(form=form, width=w.index_head_dim, rope=0) for form in KEY_FORMATS]
     small = dict(form=RowFormat.KV_FP8, width=64, rope=32)
     return {
         "bench": [form | dict(rows=M) for form in (kv, *reversed(keys)) for M in (8, 4096)],

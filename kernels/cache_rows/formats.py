@@ -33,7 +33,8 @@ class RowFormat(ABC):
     rows pass through the official simulation before they are used, so that packing loses nothing.
 
     form: what kernels compile for it, `key_form` of index keys. bits: of a code: 8 for E4M3, 4 for E2M1; block: numbers
-    under one E8M0 scale; 0 where a row has one scale in fp32.
+    under one E8M0 scale; 0 where a row has one scale in fp32. about: a row in words, {payload} its bytes and {rope} its
+    rotated numbers.
     """
 
     KV_FP8: ClassVar["RowFormat"]
@@ -47,6 +48,11 @@ class RowFormat(ABC):
     form: int
     bits: int
     block: int
+    about: str
+
+    def fits(self, width: int) -> bool:
+        """Whether rows of `width` numbers divide into blocks."""
+        return self.block == 0 or width % self.block == 0
 
     def __reduce__(self):
         """There is one object of each format, in copies and in other processes too."""

@@ -15,6 +15,7 @@ class IndexFP4(RowFormat):
     name, value, option, simulated = "INDEX_FP4", "fp4 index keys", "fp4", True
     bits, block = 4, KEY_BLOCK
     form = key_form(bits, block)
+    about = "{payload} bytes of E2M1 pairs a row, low nibble first; E8M0 scales of 32 columns"
 
     def layout(self, width: int, rope: int = 0) -> Layout:
         if width % KEY_BLOCK:

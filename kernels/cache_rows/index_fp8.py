@@ -13,6 +13,7 @@ class IndexFP8(RowFormat):
     name, value, option, simulated = "INDEX_FP8", "fp8 index keys", "fp8", False
     bits, block = 8, 0
     form = key_form(bits, block)
+    about = "{payload} E4M3 codes a row; one fp32 scale each"
 
     def layout(self, width: int, rope: int = 0) -> Layout:
         return Layout(width, 4, PAGE * (width + 4))

@@ -18,6 +18,7 @@ class KVFP8(RowFormat):
 
     name, value, option, simulated = "KV_FP8", "fp8 kv", "fp8", True
     form, bits, block = KV_FORM, 8, KV_BLOCK
+    about = "{payload} bytes a row: E4M3 codes, then {rope} bf16 numbers; E8M0 scales of 64 columns"
 
     def layout(self, width: int, rope: int = 0) -> Layout:
         if rope % 2 or not 0 <= rope < width:

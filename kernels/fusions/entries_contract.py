@@ -3,8 +3,7 @@
 import torch
 
 from dsv4.kernels.attention.drawn import unseen
-from dsv4.kernels.cache_rows import PackedRows, RowFormat
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK
+from dsv4.kernels.cache_rows import KEY_FORMATS, PackedRows, RowFormat
 from dsv4.kernels.contract import BITS, CODES, SET, Argument, Case, Contract, Output, Production, Work, doubles
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import EPS
@@ -16,12 +15,13 @@ from dsv4.kernels.indexer.contract import (
     exact_entries,
     exact_scores,
     held_by_fp8,
+    kind_of,
     score_inputs,
     score_sizes,
 )
 
 OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
-GAPS = {None: 1e-5, RowFormat.INDEX_FP8: 2e-4, RowFormat.INDEX_FP4: 1e-5}  # FP8 tensor cores keep 14 bits
+GAPS = dict.fromkeys((None, *KEY_FORMATS), 1e-5) | {RowFormat.INDEX_FP8: 2e-4}  # FP8 tensor cores keep 14 bits
 
 
 # ---- rows into the ring -----------------------------------------------------------------------
@@ -187,8 +187,7 @@ def exact_selection(q, weights, keys, visible, k: int) -> torch.Tensor:
 def select_cases(w, draw):
     """Lengths about k and page ends; drafts that each see another number; no two scores about the kth are close."""
     k = w.index_topk
-    forms = (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4)
-    for form in forms if w.index_head_dim % KEY_BLOCK == 0 else forms[:2]:
+    for form in (None, *(form for form in KEY_FORMATS if form.fits(w.index_head_dim))):
         for family in ("random", "negative weights", "pointed"):
             yield _select_case(family, form, 3, 2, 8 * k, w, draw)
     for T in (1, 3, 8):
@@ -219,7 +218,7 @@ def _select_case(family, form, B, T, n, w, draw) -> Case:
         if not close.any():
             break
         q[close] = kept(q[close] + draw.act(int(close.sum()), H, D) / 4)
-    kind = {None: "plain", RowFormat.INDEX_FP8: "FP8 keys", RowFormat.INDEX_FP4: "FP4 keys"}[form]
+    kind = kind_of(form)
     exempt = {"lower precision": "the same entries may still be the best"}
     label = f"{B} rows of {T} tokens, {n} entries, {kind}"
     return Case(label, family, (q, weights, keys, visible, k), {"keys": unseen(keys, visible.amax(1))}, exempt)

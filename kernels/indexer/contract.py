@@ -3,8 +3,7 @@
 import torch
 
 from dsv4.kernels.attention.drawn import unseen
-from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK
+from dsv4.kernels.cache_rows import KEY_FORMATS, PAGE, PackedRows, RowFormat
 from dsv4.kernels.contract import SET, Argument, Case, Contract, Output, Production, Work, doubles
 from dsv4.kernels.honest import fp8_sums
 from dsv4.kernels.indexer import reference
@@ -45,10 +44,14 @@ def held_by_fp8(q: torch.Tensor) -> torch.Tensor:
     return (q / 4).to(torch.float8_e4m3fn).to(q.dtype) * 4
 
 
+def kind_of(form: RowFormat | None) -> str:
+    """Keys of a format, in the words of a case."""
+    return "plain" if form is None else f"{form.option.upper()} keys"
+
+
 def score_cases(w, draw):
-    """Plain keys in every family, packed ones in both formats, drafts of each length up to eight."""
-    forms = (None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4)
-    for form in forms if w.index_head_dim % KEY_BLOCK == 0 else forms[:2]:
+    """Plain keys in every family, packed ones in every format, drafts of each length up to eight."""
+    for form in (None, *(form for form in KEY_FORMATS if form.fits(w.index_head_dim))):
         for family in FAMILIES:
             if family != "coded" or form is None:
                 yield _score_case(family, form, 4, 2, w, draw)
@@ -79,14 +82,14 @@ def _score_case(family, form, B, T, w, draw) -> Case:
     q = held_by_fp8(q) if form is RowFormat.INDEX_FP8 else q
     packed = keys.to(draw.dtype) if form is None else draw.packed(form, keys)
     unread = {"keys": unseen(packed, visible.amax(1))}
-    kind = {None: "plain", RowFormat.INDEX_FP8: "FP8 keys", RowFormat.INDEX_FP4: "FP4 keys"}[form]
+    kind = kind_of(form)
     exempt = {"lower precision": "whole numbers are exact in FP8 too"} if family == "integers" else {}
     return Case(f"{B} rows of {T} tokens, {kind}", family, (q.to(draw.dtype), weights, packed, visible), unread, exempt)
 
 
 def score_inputs(w, draw, keys, entries, batch=1, prompt=False, tokens=1) -> tuple:
     """Queries of one token or of a draft that see every entry of their row, or those of a prompt, which see the entries
-    before them. keys: their format, 'fp8', 'fp4' or plain."""
+    before them. keys: a name of KEYS, or plain."""
     H, D, tokens = w.index_n_heads, w.index_head_dim, RATIO * entries if prompt else tokens
     q, weights = draw.rand(batch, tokens, H, D), draw.rand(batch, tokens, H) * H**-0.5
     pool = draw.pool(KEYS.get(keys), entries, D, batch=batch)
@@ -108,12 +111,12 @@ def score_sizes(w) -> dict:
 RATIO = 4  # tokens of one entry
 SHORT, LONG, LONGEST = 2048, 32768, 262144  # entries of 8K, 128K and 1M tokens
 STEPS = (1, 4096), (1, LONG), (8, LONG)
+KEYS = {form.option: form for form in KEY_FORMATS}
 STEPS_AND_PROMPTS = [
     dict(keys=form, entries=SHORT) | step
-    for form in ("fp4", "fp8", "bf16")
+    for form in (*KEYS, "bf16")
     for step in ({}, dict(tokens=3), dict(prompt=True))
 ]
-KEYS = {"fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4}
 
 
 def score_work(q, weights, keys, visible) -> Work:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from dsv4.kernels.cache_rows import PAGE, STREAM_FORMATS, PackedRows
+from dsv4.kernels.cache_rows import KEY_FORMATS, PAGE, PackedRows
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.indexer.triton_keys import (
     PLAIN,
@@ -300,7 +300,7 @@ def check(q, weights, keys, visible) -> None:
     if not packed:
         if keys.dtype not in (torch.bfloat16, torch.float32):
             raise UnsupportedInput(f"index_scores takes keys in bf16, fp32 or packed, not {keys.dtype}")
-    elif keys.format not in STREAM_FORMATS["index"].values() or data.dim() != 3 or D % 4:
+    elif keys.format not in KEY_FORMATS or data.dim() != 3 or D % 4:
         raise UnsupportedInput(
             f"index_scores takes packed index keys [B, pages, bytes] of a multiple of 4 dims, not "
             f"{keys.format.value} of {D} dims {tuple(data.shape)}"

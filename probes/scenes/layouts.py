@@ -26,13 +26,15 @@ class Packed:
     """Rows of `width` numbers. payload, scales: bytes of a row; used: of the scales, without padding; page: of 64
     rows."""
 
-    kind: str  # 'fp8 rows', 'fp8 keys' or 'fp4 keys'
+    kind: str  # 'fp8 rows', or the name of a format in KEYS and 'keys'
     width: int
     rotated: int
     payload: int
     scales: int
     used: int
     page: int
+    bits: int = 8
+    block: int = 64  # 0: one fp32 scale a row
 
     def spans(self, first: int, count: int) -> list[tuple[int, int]]:
         """Bytes (start, stop) of rows first … first + count − 1 of a run of pages: two pieces a page that they
@@ -57,15 +59,15 @@ class Packed:
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """float64 [n, width] → uint8 [n, payload + scales], zeros where scales are padded."""
         left = self.width - self.rotated
-        if self.kind == "fp4 keys":
-            codes, exponents = _coded(values, 32, E2M1_GRID, 6 * 2.0**-126, 3)
+        if self.bits == 4:
+            codes, exponents = _coded(values, self.block, E2M1_GRID, 6 * 2.0**-126, 3)
             payload = [codes[:, 0::2] | codes[:, 1::2] << 4]
-        elif self.kind == "fp8 keys":
+        elif self.block == 0:
             codes, exponents = _coded(values, self.width, E4M3_GRID, 1e-4, 7)
             scale = (2.0 ** exponents.double()).numpy().astype("<f4").view(np.uint8)
             return torch.cat((codes, torch.from_numpy(scale)), 1)
         else:
-            codes, exponents = _coded(values[:, :left], 64, E4M3_GRID, 1e-4, 7)
+            codes, exponents = _coded(values[:, :left], self.block, E4M3_GRID, 1e-4, 7)
             payload = [codes, values[:, left:].to(torch.bfloat16).contiguous().view(torch.uint8)]
         padding = torch.zeros(len(values), self.scales - self.used, dtype=torch.uint8)
         return torch.cat((*payload, (exponents + 127).to(torch.uint8), padding), 1)
@@ -74,11 +76,11 @@ class Packed:
         """uint8 [n, payload + scales] → float64 [n, width]."""
         payload, scales = raw[:, : self.payload].numpy(), raw[:, self.payload : self.payload + self.used].numpy()
         left = self.width - self.rotated
-        if self.kind == "fp4 keys":
-            return torch.from_numpy(unpack_nibbles(payload) * np.repeat(E8M0[scales], 32, 1))
-        if self.kind == "fp8 keys":
+        if self.bits == 4:
+            return torch.from_numpy(unpack_nibbles(payload) * np.repeat(E8M0[scales], self.block, 1))
+        if self.block == 0:
             return torch.from_numpy(E4M3[payload] * np.ascontiguousarray(scales).view("<f4").astype(np.float64))
-        coded = E4M3[payload[:, :left]] * np.repeat(E8M0[scales], 64, 1)[:, :left]
+        coded = E4M3[payload[:, :left]] * np.repeat(E8M0[scales], self.block, 1)[:, :left]
         kept = raw[:, left : self.payload].contiguous().view(torch.bfloat16).double()
         return torch.cat((torch.from_numpy(coded), kept), 1)
 
@@ -104,12 +106,19 @@ def fp8_rows(width: int, rotated: int) -> Packed:
     return Packed("fp8 rows", width, rotated, payload, scales, used, -(-PAGE * (payload + scales) // payload) * payload)
 
 
-def fp8_keys(width: int) -> Packed:
-    return Packed("fp8 keys", width, 0, width, 4, 4, PAGE * (width + 4))
+KEYS = {"fp8": (8, 0), "fp4": (4, 32)}  # index keys: bits of a code, and numbers under one E8M0 scale (0: fp32, a row)
 
 
-def fp4_keys(width: int) -> Packed:
-    return Packed("fp4 keys", width, 0, width // 2, width // 32, width // 32, PAGE * (width // 2 + width // 32))
+def keys_named(name: str, width: int) -> Packed:
+    """Index keys in a format of KEYS."""
+    bits, block = KEYS[name]
+    payload, scales = width * bits // 8, width // block if block else 4
+    return Packed(f"{name} keys", width, 0, payload, scales, scales, PAGE * (payload + scales), bits, block)
+
+
+def all_keys(width: int) -> list[Packed]:
+    """Index keys in every format into whose blocks they divide."""
+    return [keys_named(name, width) for name, (_, block) in KEYS.items() if not block or width % block == 0]
 
 
 def packed_streams(config: ModelConfig, caches: tuple[str, str]) -> dict[str, Packed]:
@@ -118,6 +127,6 @@ def packed_streams(config: ModelConfig, caches: tuple[str, str]) -> dict[str, Pa
     found, (main, index) = {}, caches
     if main == "fp8":
         found |= dict.fromkeys(("window", "entries"), fp8_rows(config.head_dim, config.qk_rope_head_dim))
-    if index in ("fp8", "fp4"):
-        found["index keys"] = (fp8_keys if index == "fp8" else fp4_keys)(config.index_head_dim)
+    if index in KEYS:
+        found["index keys"] = keys_named(index, config.index_head_dim)
     return found

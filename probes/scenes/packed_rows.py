@@ -10,13 +10,13 @@ import torch
 
 from dsv4.cache.rows import Entries, Linear
 from dsv4.cache.streams import Stream, zeros
-from dsv4.kernels.cache_rows import PackedRows, RowFormat, read_rows
+from dsv4.kernels.cache_rows import KEY_FORMATS, PackedRows, RowFormat, read_rows
 from dsv4.model.step import Step
 from dsv4.probes.result import Check, compare, vacuous
-from dsv4.probes.scenes.layouts import PAGE, Packed, fp4_keys, fp8_keys, fp8_rows
+from dsv4.probes.scenes.layouts import PAGE, Packed, all_keys, fp8_rows
 from dsv4.probes.subject import Subject
 
-FORMATS = {"fp8 rows": RowFormat.KV_FP8, "fp8 keys": RowFormat.INDEX_FP8, "fp4 keys": RowFormat.INDEX_FP4}
+FORMATS = {"fp8 rows": RowFormat.KV_FP8} | {f"{form.option} keys": form for form in KEY_FORMATS}
 LAYOUT = "specification 5: page = payload of 64 rows, then their scales; encoded by dsv4.probes.scenes.layouts"
 NUMBERS = "the same rows as plain numbers, decoded by dsv4.probes.scenes.layouts; sums in fp32"
 WRAP = "offsets are 64 bits wide; int32 ones wrap here (SGLang 40351)"
@@ -25,9 +25,8 @@ PAGES, FAR = 3, 1 << 31
 
 
 def formats_of(config) -> list[Packed]:
-    """Every packed format at the widths of the model; FP4 keys where they divide into blocks."""
-    found = [fp8_rows(config.head_dim, config.qk_rope_head_dim), fp8_keys(config.index_head_dim)]
-    return found + ([fp4_keys(config.index_head_dim)] if config.index_head_dim % 32 == 0 else [])
+    """Every packed format at the widths of the model; keys where they divide into blocks."""
+    return [fp8_rows(config.head_dim, config.qk_rope_head_dim), *all_keys(config.index_head_dim)]
 
 
 def rows_of(form: Packed, data: torch.Tensor) -> PackedRows:

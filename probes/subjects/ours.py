@@ -89,7 +89,7 @@ class OurSubject(Subject):
     @staticmethod
     def check_caches(numerics: str, cache: str, index_cache: str) -> None:
         """Raises InputError for packed caches whose rounding the oracle of these numerics does not share."""
-        if numerics != "qat" and {cache, index_cache} & {"fp8", "fp4"}:
+        if numerics != "qat" and not {cache, index_cache} <= {"auto", "bf16"}:
             raise InputError(
                 "an FP8 or FP4 cache is audited in qat numerics, whose oracle rounds as it does; found "
                 f"--numerics {numerics}; pass --numerics qat (or --subject ours:qat)"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, encode_rows, pack_layout
+from dsv4.kernels.cache_rows import KEY_FORMATS, PAGE, PackedRows, RowFormat, encode_rows, pack_layout
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.indexer import index_scores, reference, triton_choose, triton_scores
 from dsv4.kernels.indexer import triton as ours
@@ -13,7 +13,7 @@ from tests.kernels.products import fill_fresh_buffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
-FORMATS = [None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4]
+FORMATS = [None, *KEY_FORMATS]
 gpu = pytest.mark.gpu
 formats = pytest.mark.parametrize("form", FORMATS, ids=lambda f: f.value if f else "plain")
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from dsv4.kernels.cache_rows import PAGE, RowFormat
+from dsv4.kernels.cache_rows import KEY_FORMATS, PAGE, RowFormat
 from dsv4.kernels.indexer import reference, topk_entries
 from dsv4.kernels.indexer import triton as ours
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
-FORMATS = [None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4]
+FORMATS = [None, *KEY_FORMATS]
 from tests.kernels.test_triton_indexer import assert_scores, assert_selected, formats, gpu, pack, poison  # noqa: F401  (fixtures)
 from tests.kernels.test_triton_selection import KINDS, rows_of
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.kernels.cache_rows import RowFormat
+from dsv4.kernels.cache_rows import KEY_FORMATS
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.indexer import topk_entries, triton_choose
 from dsv4.kernels.indexer import triton as ours
@@ -11,7 +11,7 @@ from dsv4.kernels.indexer.triton_choose import Plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INF, NAN = float("inf"), float("nan")
-FORMATS = [None, RowFormat.INDEX_FP8, RowFormat.INDEX_FP4]
+FORMATS = [None, *KEY_FORMATS]
 from tests.kernels.test_triton_indexer import assert_selected, poison  # noqa: F401  (fixtures)
 
 

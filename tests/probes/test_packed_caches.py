@@ -23,7 +23,7 @@ from dsv4.probes.probe import execute, probe_named
 from dsv4.probes.report import json_report
 from dsv4.probes.result import Status
 from dsv4.probes.scenes.buffers import buffers, poison
-from dsv4.probes.scenes.layouts import fp4_keys, fp8_keys, fp8_rows, packed_streams
+from dsv4.probes.scenes.layouts import fp8_rows, keys_named, packed_streams
 from dsv4.probes.subjects.ours import OurSubject
 
 FORMATS = [("fp8", "fp4"), ("fp8", "fp8"), ("auto", "fp4"), ("fp8", "auto")]
@@ -104,7 +104,7 @@ def test_a_step_of_any_length_reads_rows_of_the_rings_kind(subject, tokens, monk
 def test_public_sizes():
     """Specification 5: 584 B in pages padded to 576 B, 132 B, 68 B; Flash with FP8 keys: 3,850 B a token (known bugs,
     0.9)."""
-    main, fp8, fp4 = fp8_rows(512, 64), fp8_keys(128), fp4_keys(128)
+    main, fp8, fp4 = fp8_rows(512, 64), keys_named("fp8", 128), keys_named("fp4", 128)
     assert (main.payload, main.scales, main.used, main.page) == (576, 8, 7, 65 * 576)
     assert (
         [p.payload + p.scales for p in (main, fp8, fp4)] == [584, 132, 68]
@@ -123,9 +123,9 @@ def test_bytes_of_one_row():
     """By hand: 448 is code 0x7E under the scale 1, 6 is code 7; −0.5 is 0x8 | 1; rotated columns keep their bf16."""
     main = fp8_rows(66, 2).encode(torch.tensor([[448.0, -448.0, *[0.0] * 62, 1.0, -2.0]]).double())[0].tolist()
     assert main[:4] == [0x7E, 0xFE, 0, 0] and main[64:68] == [0x80, 0x3F, 0x00, 0xC0] and main[68:] == [127, *[0] * 7]
-    keys = fp4_keys(32).encode(torch.tensor([[6.0, -0.5, *[0.0] * 30]]).double())[0]
+    keys = keys_named("fp4", 32).encode(torch.tensor([[6.0, -0.5, *[0.0] * 30]]).double())[0]
     assert keys[:2].tolist() == [0x97, 0] and keys[16:].tolist() == [127]
-    keys = fp8_keys(4).encode(torch.tensor([[896.0, 2.0, 0.0, -896.0]]).double())[0]
+    keys = keys_named("fp8", 4).encode(torch.tensor([[896.0, 2.0, 0.0, -896.0]]).double())[0]
     assert keys.tolist() == [0x7E, 0x38, 0, 0xFE, 0, 0, 0, 0x40]  # scale 2 as fp32, little end first
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.contract import Argument
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
@@ -18,11 +18,6 @@ DTYPES = frozenset(
     {"float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32", "int16", "int8", "bool"}
 )
 BYTES = {torch.uint8: "torch.uint8", torch.float8_e8m0fnu: "torch.float8_e8m0fnu"}  # both travel as int8
-ROWS = {  # word of the name, and what a row is
-    RowFormat.KV_FP8: ("fp8", "{payload} bytes a row: E4M3 codes, then {rope} bf16 numbers; E8M0 scales of 64 columns"),
-    RowFormat.INDEX_FP8: ("fp8", "{payload} E4M3 codes a row; one fp32 scale each"),
-    RowFormat.INDEX_FP4: ("fp4", "{payload} bytes of E2M1 pairs a row, low nibble first; E8M0 scales of 32 columns"),
-}
 
 
 class NotExpressible(UnsupportedInput):
@@ -147,7 +142,7 @@ def pages_axis(rows: str) -> str:
 
 
 def _rows(spec: Argument, rows: PackedRows) -> Slot:
-    label, about = ROWS[rows.format]
+    label, about = rows.format.option, rows.format.about
     layout, axis = rows.layout, spec.shape[-2]
     about = about.format(payload=layout.payload, rope=rows.rope)
     about = f"{spec.about}; pages of 64 rows, payloads before scales, {about}; {layout.page} bytes a page"

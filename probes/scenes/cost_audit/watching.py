@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
+from dsv4.kernels.cache_rows import PAGE, PackedRows
 
 NAN_E4M3, SIGNS_E2M1 = 0x7F, 0x88  # a byte that is NaN; the sign bits of two FP4 numbers
 
@@ -82,7 +82,7 @@ def spoiled(pool: torch.Tensor | PackedRows) -> torch.Tensor | PackedRows:
     pool = copied(pool)
     if not isinstance(pool, PackedRows):
         return pool.fill_(float("nan"))
-    if pool.format is RowFormat.INDEX_FP4:
+    if pool.format.bits == 4:
         pool.payload.bitwise_xor_(SIGNS_E2M1)
     else:
         pool.payload.fill_(NAN_E4M3)
