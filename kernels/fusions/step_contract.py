@@ -8,7 +8,7 @@ tables whose number depends on the arguments. `tests/kernels/test_triton_step.py
 
 import torch
 
-from dsv4.kernels.cache_rows import RowFormat
+from dsv4.kernels.cache_rows import STREAM_FORMATS
 from dsv4.kernels.contract import BITS, Argument, Case, Contract, Output, Production, Work
 from dsv4.kernels.fusions import compositions
 from dsv4.kernels.fusions.compositions import IndexHeads, Kept, Latents, Windows
@@ -18,8 +18,7 @@ from dsv4.kernels.widths import VOCABULARY
 # ---- between maps and attention ---------------------------------------------------------------
 
 KINDS = {"window": (), "CSA": ("CSA", "CSA index"), "HCA": ("HCA",)}  # layer → its compressors
-FORMS = {"fp8": RowFormat.KV_FP8, "bf16": None}
-KEYS = {"fp8": RowFormat.INDEX_FP8, "fp4": RowFormat.INDEX_FP4, "bf16": None}
+FORMS, KEYS = STREAM_FORMATS["kv"], STREAM_FORMATS["index"]
 
 
 def layer_inputs(w, draw, kind, batch, tokens=1, cache="fp8", keys="fp4", packed=True, complete=True) -> tuple:
@@ -28,12 +27,12 @@ def layer_inputs(w, draw, kind, batch, tokens=1, cache="fp8", keys="fp4", packed
     N, D, half = batch * tokens, w.head_dim, w.qk_rope_head_dim // 2
     near = draw.pool(FORMS[cache] if packed else None, 129 * N, D, 2 * half)
     slots = torch.arange(N, device=draw.device) * 129
-    latents = Latents(draw.act(N, D), draw.act(D), cache == "fp8", near, slots)
+    coded = {grid: form is not None and form.simulated for grid, form in (("kv", FORMS[cache]), ("key", KEYS[keys]))}
+    latents = Latents(draw.act(N, D), draw.act(D), coded["kv"], near, slots)
     index = None
     if kind == "CSA":
         q, weights = draw.act(N, w.index_n_heads, w.index_head_dim), draw.act(N, w.index_n_heads)
-        index = IndexHeads(q, weights, (w.index_n_heads * w.index_head_dim) ** -0.5, keys == "fp4")
-    coded = {"kv": cache == "fp8", "key": keys == "fp4"}
+        index = IndexHeads(q, weights, (w.index_n_heads * w.index_head_dim) ** -0.5, coded["key"])
     forms = {"kv": FORMS[cache], "key": KEYS[keys]}
     windows = tuple(
         _windows(
@@ -86,7 +85,7 @@ def layer_sizes(w) -> dict:
         for complete in ((True, False) if names else (False,))
     ]
     steps = [dict(batch=B, tokens=T) for B, T in ((1, 1), (8, 1), (2, 5))]
-    others = [dict(batch=1, cache="fp8", keys="fp8"), dict(batch=1, cache="bf16", keys="bf16")]
+    others = [dict(batch=1, cache="fp8" if form else "bf16", keys=name) for name, form in KEYS.items() if name != "fp4"]
     return {"bench": bench, "compiled": [dict(kind=kind) | step for step in steps + others for kind in KINDS]}
 
 

@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from dsv4.kernels import launch
 from dsv4.kernels.block_choice import block_scores
+from dsv4.kernels.cache_rows import STREAM_FORMATS
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.commit_rows import triton as commit_rows
 from dsv4.kernels.contracts import productions
@@ -45,8 +46,8 @@ WAIVED = tuple(
 SPECIAL = (  # calls of small models, whose kernels have other tiles, and of layers without entries
     ("sparse_attention", FLASH, dict(tokens=1, window="bf16", kept=None)),
     ("hca_attention", TINY, dict(batch=1, entries=33, window="bf16", kept="bf16")),
-    *(("index_scores", TINY, dict(keys=keys, entries=2048)) for keys in ("bf16", "fp8", "fp4")),
-    *(("select_entries", TINY, dict(keys=keys, entries=2048, k=512)) for keys in ("bf16", "fp8", "fp4")),
+    *(("index_scores", TINY, dict(keys=keys, entries=2048)) for keys in STREAM_FORMATS["index"]),
+    *(("select_entries", TINY, dict(keys=keys, entries=2048, k=512)) for keys in STREAM_FORMATS["index"]),
     ("linear", DEMO, dict(form=FP8, rows=256, columns=160, tokens=1, simulate=True)),
     ("linear", DEMO, dict(form=MXFP4, rows=256, columns=160, tokens=3, simulate=True)),
     ("linear", DEMO, dict(form=FP8, rows=30, columns=100, tokens=3)),
