@@ -81,6 +81,8 @@ class Packed:
         if self.block == 0:
             return torch.from_numpy(E4M3[payload] * np.ascontiguousarray(scales).view("<f4").astype(np.float64))
         coded = E4M3[payload[:, :left]] * np.repeat(E8M0[scales], self.block, 1)[:, :left]
+        if not self.rotated:
+            return torch.from_numpy(coded)
         kept = raw[:, left : self.payload].contiguous().view(torch.bfloat16).double()
         return torch.cat((torch.from_numpy(coded), kept), 1)
 
@@ -106,7 +108,8 @@ def fp8_rows(width: int, rotated: int) -> Packed:
     return Packed("fp8 rows", width, rotated, payload, scales, used, -(-PAGE * (payload + scales) // payload) * payload)
 
 
-KEYS = {"fp8": (8, 0), "fp4": (4, 32)}  # index keys: bits of a code, and numbers under one E8M0 scale (0: fp32, a row)
+# index keys: bits of a code, and numbers under one E8M0 scale (0: fp32, a row)
+KEYS = {"fp8": (8, 0), "fp4": (4, 32)}
 
 
 def keys_named(name: str, width: int) -> Packed:
