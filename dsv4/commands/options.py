@@ -11,7 +11,7 @@ from dsv4.model.gqa.geometries import GEOMETRIES
 NUMERICS = ("fp32", "native", "qat", "qat:fp32")
 BACKENDS = ("auto", "reference", "cpu", "triton")
 CACHES = ("auto", "bf16", "fp8")
-INDEX_CACHES = ("auto", "bf16", "fp8", "fp4")
+INDEX_CACHES = ("auto", "bf16", "fp8", "fp4", "mxfp8")
 DRAFTERS = ("off", "mtp", "lookup")
 POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean")
 MEMORIES = ("device", "host")
@@ -92,7 +92,7 @@ Cache = Annotated[
 ]
 IndexCache = Annotated[
     str,
-    choice(INDEX_CACHES, "Format of index keys. auto: as activations. fp8: 132 B a key at 128 dims. fp4: 68 B."),
+    choice(INDEX_CACHES, "Format of index keys. auto: as activations. fp8, mxfp8: 132 B a key at 128 dims. fp4: 68 B."),
 ]
 Reads = Annotated[
     str | None,

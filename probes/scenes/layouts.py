@@ -7,6 +7,7 @@ payload of all rows first, one after another, then their scales.
 - FP8 rows (window, entries): all but the rotated dims as E4M3, the rotated ones in bf16; one E8M0 scale for 64 dims,
   the scales padded to 8 bytes. 584 B at 512 dims. A page is padded to a multiple of one row's payload.
 - FP8 index keys: E4M3, then one fp32 scale, a power of two. 132 B at 128 dims.
+- MXFP8 index keys: E4M3; one E8M0 scale for 32 dims. 132 B at 128 dims.
 - FP4 index keys: two E2M1 codes a byte, the low nibble first; one E8M0 scale for 32 dims. 68 B at 128 dims.
 """
 
@@ -109,7 +110,7 @@ def fp8_rows(width: int, rotated: int) -> Packed:
 
 
 # index keys: bits of a code, and numbers under one E8M0 scale (0: fp32, a row)
-KEYS = {"fp8": (8, 0), "fp4": (4, 32)}
+KEYS = {"fp8": (8, 0), "fp4": (4, 32), "mxfp8": (8, 32)}
 
 
 def keys_named(name: str, width: int) -> Packed:
