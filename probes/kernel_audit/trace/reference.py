@@ -6,7 +6,7 @@ from dsv4.kernels import cache_rows, quantize
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.probes.kernel_audit.trace.call import Call
-from dsv4.probes.kernel_audit.trace.encoding import ROWS, NotExpressible
+from dsv4.probes.kernel_audit.trace.encoding import NotExpressible
 from dsv4.probes.kernel_audit.trace.source import Bundle, NotSelfContained
 
 
@@ -49,7 +49,7 @@ def _wire(result) -> str:
 def _types(bundle: Bundle, call: Call) -> None:
     """Classes that `run` names, first, so that they keep their names."""
     codes = " ".join(slot.code or "" for slot in call.slots)
-    for form in ROWS:
+    for form in (cache_rows.RowFormat.KV_FP8, *cache_rows.KEY_FORMATS):
         if f"PackedRows({form.name}," in codes:
             bundle.constant(type(form).__module__, form.name)
     if "PackedRows(" in codes:

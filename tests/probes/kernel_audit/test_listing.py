@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from dsv4.commands import kernel_list as listing
 from dsv4.errors import InputError
+from dsv4.kernels.cache_rows import KEY_FORMATS
 from dsv4.kernels.contracts import contracts
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
@@ -71,7 +72,8 @@ def test_shapes_of_published_models_and_formats():
     text = kernel("show", "rms_norm", "--shapes", "pro")
     assert "[rows 9, hidden 7168]" in text and "pro shapes" in text
     text = kernel("show", "index_scores")
-    assert "formats: bf16, fp8, fp4, fp32, fp8_fp32, fp4_fp32" in text
+    keys = [form.option for form in KEY_FORMATS]
+    assert f"formats: {', '.join(['bf16', *keys, 'fp32', *(f'{key}_fp32' for key in keys)])}" in text
     assert "activations: bfloat16 or float32, or packed rows" in text
 
 
