@@ -95,7 +95,7 @@ def test_what_is_measured_goes_whole_to_a_file(terminal, demo, gqa_path, name):
 
 
 def test_the_self_test_prints_above_its_bar(terminal, monkeypatch):
-    def run(out, section, name, fast, jobs, backend, device, say, done, journal):
+    def run(out, section, name, fast, jobs, backend, device, say, done, journal, probe):
         done(None, 2)
         say("hc head dropped: caught")
         print("| matrix |")
