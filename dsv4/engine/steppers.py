@@ -102,15 +102,18 @@ class SingleTokens(Stepper):
     def advance(self):
         self.check_room()
         [row] = self.rows
-        fed = torch.tensor([[row.ids[-1]]])
         if self.graph is None:
-            self._give(self.model.append(fed, self.cache, logits="last"))
+            self._give(self.model.append(self._fed(), self.cache, logits="last"))
         elif row.request.sampling.temperature:
-            self._give(self.graph.step(fed))
+            self._give(self.graph.step(self._fed()))
         else:
-            running = self.graph.step(fed) if self.logits is None else self.logits
+            running = self.graph.step(self._fed()) if self.logits is None else self.logits
             tokens, self.logits = self.graph.greedy(running, row.room > 1)
             row.give(tokens)
+
+    def _fed(self) -> torch.Tensor:
+        """The last token, int64 [1, 1]; greedily, a captured step has it on the device already."""
+        return torch.tensor([[self.rows[0].ids[-1]]])
 
     def _give(self, logits: torch.Tensor) -> None:
         [row] = self.rows

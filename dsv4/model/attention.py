@@ -55,7 +55,7 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
-        given = step.parts.mapped(self.op, x, self.maps(step))
+        given = step.parts.mapped(self.op, x, self.maps, step)
         qr, q = self.queries(given, step)
         window = step.parts.window(self, given, step, cache.window)
         o = self._attend(given, qr, q, window, cache.window.last(step, self.W), step, cache)
@@ -71,7 +71,7 @@ class WindowAttention(Module):
 
     def queries(self, x: Input, step: Step) -> tuple[Input, torch.Tensor]:
         """x [N, d] → low-rank queries [N, q_lora_rank], which the indexer shares, and queries [N, H, D], rotated."""
-        qr = step.parts.normed(self.op, self.wq_a(x), self.q_norm, self.query_maps(step))
+        qr = step.parts.normed(self.op, self.wq_a(x), self.q_norm, self.query_maps, step)
         q = self.wq_b(qr).view(step.N, self.H, self.D)
         return qr, step.parts.query_heads(self.op, q, step.cis(self.base), self.eps)
 

@@ -98,17 +98,18 @@ class Mapped:
 
 
 Input = torch.Tensor | Mapped  # what the linear maps of a layer are given
+Maps = Callable[[Any], Sequence[Map]]  # of a step: only who runs maps together asks which there are
 
 
 class Separate:
     """Every part by itself, at once."""
 
-    def mapped(self, op, x: torch.Tensor, maps: Sequence[Map]) -> Input:
-        """x [N, K] in the form in which it is given to `maps`."""
+    def mapped(self, op, x: torch.Tensor, maps: Maps, step: Any) -> Input:
+        """x [N, K] in the form in which it is given to the linear maps maps(step)."""
         return x
 
-    def normed(self, op, x: torch.Tensor, norm: Module, maps: Sequence[Map]) -> Input:
-        """norm(x) in the form in which it is given to `maps`."""
+    def normed(self, op, x: torch.Tensor, norm: Module, maps: Maps, step: Any) -> Input:
+        """norm(x) in that form."""
         return norm(x)
 
     def query_heads(self, op, q: torch.Tensor, cis: torch.Tensor, eps: float) -> torch.Tensor:
@@ -166,11 +167,11 @@ class Together(Separate):
         self._index: IndexHeads | None = None
         self._windows: list[Windows] = []
 
-    def mapped(self, op, x, maps):
-        return Mapped(op, x, None, maps)
+    def mapped(self, op, x, maps, step):
+        return Mapped(op, x, None, maps(step))
 
-    def normed(self, op, x, norm, maps):
-        return Mapped(op, x, norm, maps)
+    def normed(self, op, x, norm, maps, step):
+        return Mapped(op, x, norm, maps(step))
 
     def query_heads(self, op, q, cis, eps):
         self._heads = q, cis, eps
