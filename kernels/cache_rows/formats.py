@@ -9,11 +9,12 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.quantize.formats import ceil_log2, power_of_two
 
 PAGE = 64  # rows
 KV_BLOCK = 64  # columns of one scale of KV_FP8
-KEY_BLOCK = 32  # dims of one scale of INDEX_FP4
+KEY_BLOCK = 32  # dims of one scale of index keys in blocks
 
 
 class Layout(NamedTuple):
@@ -78,6 +79,17 @@ PLAIN_FORM, KV_FORM = 0, 1  # of plain numbers; of KV_FP8
 def key_form(bits: int, block: int) -> int:
     """`RowFormat.form` of index keys: kernels take bits = form % 16 and block = form // 16 from it."""
     return bits + 16 * block
+
+
+def key_layout(what: str, width: int, bits: int) -> Layout:
+    """Of index keys [width] with codes of `bits` and a scale of one byte for KEY_BLOCK dims. Raises UnsupportedInput,
+    with `what` they are, for dims that do not divide into blocks."""
+    if width % KEY_BLOCK:
+        raise UnsupportedInput(
+            f"{what} index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple"
+        )
+    codes, scales = width * bits // 8, width // KEY_BLOCK
+    return Layout(codes, scales, PAGE * (codes + scales))
 
 
 def blocks(x: torch.Tensor, block: int, floor: float, largest: float, encode):

@@ -2,8 +2,7 @@
 
 import torch
 
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, Layout, RowFormat, blocks, key_form
-from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, Layout, RowFormat, blocks, key_form, key_layout
 from dsv4.kernels.quantize.formats import E2M1_MAX, decode_e8m0, encode_e2m1, encode_e8m0, pack_e2m1, unpack_e2m1
 from dsv4.kernels.quantize.weights import FP4_AMAX_FLOOR
 
@@ -18,11 +17,7 @@ class IndexFP4(RowFormat):
     about = "{payload} bytes of E2M1 pairs a row, low nibble first; E8M0 scales of 32 columns"
 
     def layout(self, width: int, rope: int = 0) -> Layout:
-        if width % KEY_BLOCK:
-            raise UnsupportedInput(
-                f"FP4 index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple"
-            )
-        return Layout(width // 2, width // KEY_BLOCK, PAGE * (width // 2 + width // KEY_BLOCK))
+        return key_layout("FP4", width, self.bits)
 
     def encode(self, x: torch.Tensor, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes, exponent = blocks(x, KEY_BLOCK, FP4_AMAX_FLOOR, E2M1_MAX, encode_e2m1)

@@ -2,8 +2,7 @@
 
 import torch
 
-from dsv4.kernels.cache_rows.formats import KEY_BLOCK, PAGE, Layout, RowFormat, blocks, key_form
-from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.cache_rows.formats import KEY_BLOCK, Layout, RowFormat, blocks, key_form, key_layout
 from dsv4.kernels.quantize.formats import E4M3_MAX, decode_e8m0, encode_e8m0, round_e4m3
 from dsv4.kernels.quantize.weights import FP8_AMAX_FLOOR
 
@@ -22,11 +21,7 @@ class IndexMXFP8(RowFormat):
     about = "{payload} E4M3 codes a row; E8M0 scales of 32 columns"
 
     def layout(self, width: int, rope: int = 0) -> Layout:
-        if width % KEY_BLOCK:
-            raise UnsupportedInput(
-                f"MXFP8 index keys of {width} dims do not divide into blocks of {KEY_BLOCK}; expected a multiple"
-            )
-        return Layout(width, width // KEY_BLOCK, PAGE * (width + width // KEY_BLOCK))
+        return key_layout("MXFP8", width, self.bits)
 
     def encode(self, x: torch.Tensor, rope: int) -> tuple[torch.Tensor, torch.Tensor]:
         codes, exponent = blocks(x, KEY_BLOCK, FP8_AMAX_FLOOR, E4M3_MAX, round_e4m3)
