@@ -105,7 +105,7 @@ def test_no_group_or_example_is_of_what_is_gone():
         (("plan", "demo", "--kv-memory", "disk"), "--kv-memory takes device or host; got 'disk'"),
         (("convert", "a", "b", "--to", "int3"), "--to takes official, nvfp4, transformers or bf16; got 'int3'"),
         (("audit", "demo", "--numerics", "fp7"), "--numerics takes fp32, native, qat or qat:fp32; got 'fp7'"),
-        (("recall", "demo", "--index-cache", "int2"), "--index-cache takes auto, bf16, fp8 or fp4; got 'int2'"),
+        (("recall", "demo", "--index-cache", "int2"), "--index-cache takes auto, bf16, fp8, fp4 or mxfp8; got 'int2'"),
         (("fidelity", "demo", "--effort", "none"), "--effort takes quick, standard or thorough; got 'none'"),
         (("termination", "demo", "--backend", "x"), "--backend takes auto, reference, cpu or triton; got 'x'"),
         (("regime", "measure", "--model", "mla"), "--model takes gqa or csa; got 'mla'"),
