@@ -7,22 +7,22 @@ from dsv4.engine.acceptance import Drawn
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.passes import Passes
 from dsv4.probes.faults import Site, mutation
-from dsv4.speculation import captured, verify
+from dsv4.speculation import verify
 from dsv4.speculation.draft import MTPDrafter
 
 
 def of_default(site: Site, change) -> None:
     """change(logits [B, W, vocab], counts) of every pass that `verify.default` runs, by whichever way; those that ask
     for a way by itself get it as it is."""
-    for owner, name in ((verify, "SingleSteps"), (verify, "Append"), (captured, "Captured")):
-        real = getattr(owner, name)
+    for name in ("SingleSteps", "Append", "Captured"):  # where `default` takes them from
+        real = getattr(verify, name)
 
         class Changed(real):
             def __call__(self, ids, counts, want_streams, real=real):
                 logits, streams = real.__call__(self, ids, counts, want_streams)
                 return change(logits, counts), streams
 
-        site.patch(owner, name, Changed)
+        site.patch(verify, name, Changed)
 
 
 # ---- the default verification -------------------------------------------------------------

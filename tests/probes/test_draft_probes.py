@@ -16,6 +16,7 @@ from dsv4.probes.scenes import engine_scene
 from dsv4.probes.scenes.known_drafts import KnownDrafter, Plain, promises_bits
 from dsv4.probes.subjects.opening import open_ours
 from dsv4.probes.subjects.ours import OurSubject
+from dsv4.speculation import verify
 
 BY_NAME = {m.name: m for m in catalogue()}
 RED = (Status.FAIL, Status.ERROR)
@@ -93,6 +94,20 @@ def test_entries_that_drafts_of_a_windows_depth_leave_are_seen_at_that_depth_alo
     subject = planted("drafts as deep as the window leave one entry")
     ask = lambda depth: parts(one(subject, 5, depth - 1, "here", 0, depth, (depth,), "draft depth"))
     assert not ask(4) and any("MTP window" in part for part in ask(MAX_DRAFTS))
+
+
+@pytest.mark.parametrize("captures, numerics", [(True, "native"), (False, "native"), (False, "fp32")])
+def test_a_fault_of_the_default_verification_is_planted_in_each_way_that_it_runs(
+    brief_official, tmp_path, monkeypatch, captures, numerics
+):
+    monkeypatch.setattr(verify, "captures", lambda model: captures)
+    subject = OurSubject(brief_official, numerics)
+    cache, site = subject.model.new_cache(1, 256), Site(tmp_path)
+    sound = type(verify.default(subject.model, cache))
+    BY_NAME["verified one place late"].plant(site)
+    found = type(verify.default(subject.model, cache))
+    site.undo()
+    assert found is not sound and issubclass(found, sound)
 
 
 GREEN = {
