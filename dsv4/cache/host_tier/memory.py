@@ -5,7 +5,6 @@ host (`canUseHostPointerForRegisteredMem`: Linux on 64 bits). Both are tested wh
 last bytes.
 """
 
-import gc
 import mmap
 import resource
 import time
@@ -59,7 +58,6 @@ class HostBuffer:
             torch.cuda.cudart().cudaHostUnregister(self._registered)
             self._registered = None
         self.host = self.device = None
-        gc.collect()
 
     def __del__(self):
         with suppress(Exception):  # at the interpreter's end the runtime for unpinning is gone
