@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from types import ModuleType
 
@@ -359,14 +360,24 @@ def _here(tasks: list[Mutation | Clean], bench: Bench) -> Iterator[tuple[int, Ou
         torch.set_num_threads(threads)
 
 
-def _pool(jobs: int, bench: Bench) -> ProcessPoolExecutor:
+@contextmanager
+def _pool(jobs: int, bench: Bench) -> Iterator[ProcessPoolExecutor]:
+    """Processes for tasks. Left by an exception, Ctrl-C's too, tasks that wait are dropped, and those that run end."""
     lives = _lives(bench)
     context = get_context("spawn" if lives is None else "forkserver")
     if lives is not None:  # many processes: each is a copy of one that has imported everything and touched no device
         context.set_forkserver_preload(preloaded())
     # processes are shared out to all, if none is named
     gpus = gpu_names(torch.cuda.device_count()) if bench.device == "cuda" else ()
-    return ProcessPoolExecutor(jobs, context, _begin, (gpus, context.Value("q", 0)), max_tasks_per_child=lives)
+    pool = ProcessPoolExecutor(jobs, context, _begin, (gpus, context.Value("q", 0)), max_tasks_per_child=lives)
+    with pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.kill()
+            raise
 
 
 def preloaded() -> list[str]:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,6 +306,16 @@ def test_a_fault_of_a_host_backend_is_planted_there_whatever_the_device():
     assert on_gpu.where(fault.backend) == ("cpu", "cpu")
     assert on_gpu.where(BY_NAME["verified one place late"].backend) == ("triton", "cuda")
     assert any((c.numerics, c.backend) == ("native", "cpu") for c in settings([fault], "triton", everything=False))
+
+
+def test_ctrl_c_drops_what_waits_and_ends_what_runs():
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), selftest._pool(1, Bench(Path(), "cpu")) as pool:
+        waiting = [pool.submit(time.sleep, 60) for _ in range(3)]
+        while not waiting[0].running():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+    assert time.monotonic() - begun < 30 and waiting[-1].cancelled()
 
 
 def test_a_sound_subject_is_green_and_a_fault_in_it_is_not(bench, monkeypatch):
