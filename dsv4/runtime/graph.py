@@ -17,10 +17,13 @@ from dsv4.sending import send
 WARM_UP = 2  # runs before capture: kernels compile and libraries take their workspaces
 
 
-def captured_graph(run: Callable[[], None], pool=None, undo: Callable[[], None] = lambda: None) -> torch.cuda.CUDAGraph:
+def captured_graph(
+    run: Callable[[], None], pool=None, undo: Callable[[], None] = lambda: None, keep: bool = False
+) -> torch.cuda.CUDAGraph:
     """The launches of `run` as a graph, after a few warm-up runs; undo is called after each of those. pool: memory pool
-    of graphs that never run at the same time."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    of graphs that never run at the same time. keep: it can be part of another graph, and is made ready to run by itself
+    when it first does."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph(**({"keep_graph": True} if keep else {}))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(WARM_UP):

@@ -62,6 +62,7 @@ class HostLoop(ABC):
     start: torch.Tensor
     log: torch.Tensor
     drafter: RoundDrafter
+    keeps = False  # whether captured graphs can be parts of others
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class HostLoop(ABC):
         # the last columns: padding, which counts for nothing
         self.out = torch.zeros(cache.batch, room + most + 1, dtype=torch.int64, device=device)
         self.host_out = torch.zeros(*self.out.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.ring = Ring(ring, cache.batch, most + 1, device, ahead)
+        self.ring = self._records(ring, cache.batch, most + 1, device, ahead)
         self.catch_up_widths = catch_up_widths
         self.captures = captures(model)
         self.side = torch.cuda.Stream(device) if self.captures else None
@@ -91,6 +92,10 @@ class HostLoop(ABC):
         self.catching_up: dict[int, torch.cuda.CUDAGraph] = {}  # by tokens a row
         # tensors that each graph's attention read: each replay rewrites them
         self.tiles: dict[int, list[torch.Tensor | None] | None] = {}
+
+    def _records(self, rounds: int, batch: int, tokens: int, device: torch.device, ahead: int) -> Ring:
+        """Where rounds leave their records."""
+        return Ring(rounds, batch, tokens, device, ahead)
 
     def _anew(self, sizes: list[list[int]], done: list[bool]) -> None:
         """Reset: no round has run. sizes: of the first `ahead` rounds."""
@@ -115,7 +120,7 @@ class HostLoop(ABC):
         """Capture the round of D drafts, also between rounds. It runs a few times."""
         self.behind = max(self.behind, D + 1)
         with self._undisturbed():
-            self.graphs[D] = captured_graph(lambda: self._round(D), self.pool)
+            self.graphs[D] = captured_graph(lambda: self._round(D), self.pool, keep=self.keeps)
             self.tiles[D] = self.model.tiles
 
     @contextmanager
@@ -143,7 +148,7 @@ class HostLoop(ABC):
     def _capture_catching_up(self, width: int) -> None:
         self.behind = max(self.behind, width)
         if width not in self.catching_up:
-            self.catching_up[width] = captured_graph(lambda: self._catch_up(width), self.pool)
+            self.catching_up[width] = captured_graph(lambda: self._catch_up(width), self.pool, keep=self.keeps)
 
     @torch.inference_mode()
     def _catch_up(self, width: int) -> None:
@@ -182,35 +187,48 @@ class HostLoop(ABC):
         """Begin a round of D drafts, or of the next width above."""
         if len(self.under_way) == self.ring.rounds:  # its record would overwrite one that is not read
             raise RuntimeError(f"{len(self.under_way)} rounds are not read yet, and the ring holds no more")
-        self.counts.rounds.append(D)
         width = next(w for w in self.widths if w >= D) if self.captures else D
-        if width or self.catch_up_widths and self.rested == self.catch_up_widths[-1]:
+        if self._must_follow(width):
             self._follow_rests()
         if self.captures:
             if width not in self.graphs:
                 self.capture(width)
             self.graphs[width].replay()
-            self.model.tiles = self.tiles[width]
         else:
             self._round(width)
+        self._count(D, width)
+        self.under_way.append(self._mark())
+
+    def _count(self, D: int, width: int) -> None:
+        """A round of D drafts was launched, as one of `width`."""
+        self.counts.rounds.append(D)
         self.behind = max(self.behind, width + 1)
         self.rested += bool(self.catch_up_widths) and not width
-        self.under_way.append(self._mark())
+        if self.captures:
+            self.model.tiles = self.tiles[width]
+
+    def _must_follow(self, width: int) -> bool:
+        """Whether the drafter must run waiting tokens before a round of `width` drafts."""
+        return bool(self.rested) and (width > 0 or self.rested == self.catch_up_widths[-1])
+
+    def _count_followed(self) -> int:
+        """The drafter runs what waits; returns the width of that step."""
+        width = next(n for n in self.catch_up_widths if n >= self.rested)
+        self.counts.caught_up.append(self.rested)
+        self.behind, self.rested = max(self.behind, width), 0
+        return width
 
     def _follow_rests(self) -> None:
         """The drafter runs the tokens of rounds without drafts, if there were any."""
         if not self.rested:
             return
-        width = next(n for n in self.catch_up_widths if n >= self.rested)
-        self.counts.caught_up.append(self.rested)
-        self.behind = max(self.behind, width)
+        width = self._count_followed()
         if self.captures:
             self._capture_catching_up(width)
             self.catching_up[width].replay()
         else:
             self._catch_up(width)
         self.drafter.caught_up()
-        self.rested = 0
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event at the end of all work launched so far; None if that work has ended."""
@@ -230,6 +248,10 @@ class HostLoop(ABC):
         is valid."""
         self._wait(self.under_way[0], idle=len(self.under_way) == 1)
         self.under_way.popleft()
+        self._report(on_tokens)
+
+    def _report(self, on_tokens: Callable[[int, list[int]], None] | None) -> None:
+        """Report the next record, which has come."""
         known = self.known
         record = self.ring.read(known.rounds)
         written = [n + len(tokens) for n, tokens in zip(known.written, record.tokens)]

@@ -80,11 +80,11 @@ class Ring:
     def read(self, number: int) -> Record:
         """The record of round `number`, whose copy has ended. Raises RuntimeError if another round's record is in its
         place."""
-        rows = self.host[number % self.rounds].tolist()
+        rows = self.host[number % len(self.host)].tolist()
         if any(row[0] != number for row in rows):
             raise RuntimeError(
                 f"round {number} was to be read, and rounds {sorted({row[0] for row in rows})} are in its place "
-                f"in a ring of {self.rounds}"
+                f"in a ring of {len(self.host)}"
             )
         return Record(
             [row[HEAD : HEAD + row[1]] for row in rows], [row[SIZE] for row in rows], [bool(row[3]) for row in rows]
