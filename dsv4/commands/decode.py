@@ -24,6 +24,7 @@ from dsv4.commands.options import (
     IndexCache,
     Kernels,
     KVMemory,
+    Loop,
     Numerics,
     Quiet,
     Reads,
@@ -69,6 +70,7 @@ def generate(
             "the text may leave plain decoding's. Steps captured on a GPU do so anyway, with its text.",
         ),
     ] = False,
+    loop: Loop = "host",
     numerics: Numerics = "native",
     backend: Backend = "auto",
     kernel: Kernels = None,
@@ -129,6 +131,7 @@ def generate(
         draft_tokens=draft_tokens,
         draft_costs=draft_costs,
         together=together,
+        loop=loop,
     )
     if together and speculate == "off":
         raise InputError("--together says how drafts are verified, and nothing drafts; add --speculate mtp or lookup")
@@ -137,6 +140,8 @@ def generate(
             "--draft-tokens or --draft-costs was given and nothing is drafted; add --speculate mtp or "
             "--speculate lookup"
         )
+    if loop == "device" and not device.startswith("cuda"):
+        run.check_device(device)
     if (think or system is not None) and not chat:
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)

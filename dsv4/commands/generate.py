@@ -29,6 +29,8 @@ from dsv4.runtime.memory import peak_bytes
 from dsv4.sampling import Sampling
 from dsv4.speculation.choice import policy_named
 from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
+from dsv4.speculation.one_launch import OneLaunch, check_loop
+from dsv4.speculation.one_launch import check_device as check_device
 from dsv4.speculation.passes import Append
 from dsv4.speculation.policy import Policy
 from dsv4.speculation.verify import HOST, default
@@ -55,6 +57,7 @@ class Request:
     # drafts are verified as one append, even if that rounds differently from plain decoding; captured steps need no
     # choice
     together: bool = False
+    loop: str = "host"  # or 'device': a response is one launch
 
     def __post_init__(self):
         self.ids, self.context, self.policy  # each is read only once, because a file of costs may be a pipe
@@ -164,6 +167,7 @@ class Session:
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
         self.first: float | None = None  # seconds from the last request to its first token, None if none was shown
+        self.loop = "host"  # of the last request
         self.together = False  # whether the last passes were verified as one append
         if (checkpoint is None) == (dummy is None):
             raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
@@ -223,7 +227,10 @@ class Session:
 
     def _run(self, ids: list[int], request: Request, context: int | None, on_token, on_prefill) -> Generation:
         """One row, with drafts or without."""
-        if request.speculate == "off":
+        self.loop = request.loop
+        if request.loop == "device":
+            check_loop(self.model)
+        elif request.speculate == "off":
             return generate(
                 self.model, ids, request.max_new_tokens, request.sampling, context, self.stop_ids, on_token, on_prefill
             )
@@ -232,11 +239,12 @@ class Session:
         self.together = request.together and not rounds
         run = generate_on_device if rounds else generate_speculative
         how = {} if rounds else {"verify": Append if self.together else default}
+        how |= {"make": OneLaunch} if request.loop == "device" else {}
         return run(
             self.model,
             [ids],
             request.max_new_tokens,
-            make_drafter(request.speculate),
+            None if request.speculate == "off" else make_drafter(request.speculate),
             request.sampling,
             request.policy,
             context,
@@ -265,6 +273,7 @@ class Session:
             "numerics": model.numerics.name,
             "backend": model.backend,
             "device": str(model.device),
+            "loop": self.loop,
             "timings": {
                 "prefill_seconds": result.prefill_seconds,
                 "prefill_tokens_per_second": result.prefill_rate,

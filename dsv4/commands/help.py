@@ -15,7 +15,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Prompt": "prompt prompt_file token_ids prompt_tokens chat think system",
     "Generation": "max_new_tokens max_context temperature top_p generate.seed",
     "Running requests": "batch.rows pool_tokens batch.together",
-    "Speculation": "speculate draft_tokens draft_costs generate.together",
+    "Speculation": "speculate draft_tokens draft_costs generate.together loop",
     "Size": "plan.max_context plan.batch max_rewind gpus",
     "The kernel": "convention accuracy out_arguments shapes format",
     "What is asked": "clause case without operation repeats replays limit",

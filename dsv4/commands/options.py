@@ -13,6 +13,7 @@ BACKENDS = ("auto", "reference", "cpu", "triton")
 CACHES = ("auto", "bf16", "fp8")
 INDEX_CACHES = ("auto", "bf16", "fp8", "fp4", "mxfp8")
 DRAFTERS = ("off", "mtp", "lookup")
+LOOPS = ("host", "device")
 POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean")
 MEMORIES = ("device", "host")
 LAYOUTS = ("official", "nvfp4", "transformers", "bf16")
@@ -83,6 +84,14 @@ DraftCosts = Annotated[
     Path | None,
     typer.Option(
         help="What passes cost on this device: a table that scripts/bench_speculation.py measured.", show_default=False
+    ),
+]
+Loop = Annotated[
+    str,
+    choice(
+        LOOPS,
+        "Who launches the steps of decoding. device: one launch for the whole response, on a GPU: the device drafts, "
+        "verifies, accepts and ends by itself.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]

@@ -26,7 +26,7 @@ from dsv4.sampling import sample as sample
 from dsv4.sampling import weights as weights
 from dsv4.speculation import verify as ways
 from dsv4.speculation.device_drafters import CATCH_UP_WIDTHS
-from dsv4.speculation.draft import Drafter, MTPDrafter, check_can_speculate
+from dsv4.speculation.draft import Drafter, MTPDrafter, check_can_speculate, needs_block
 from dsv4.speculation.host_loop import AHEAD, check_one_device
 from dsv4.speculation.passes import Verify
 from dsv4.speculation.policy import Policy, Static
@@ -95,7 +95,7 @@ def generate_on_device(
     model: CausalLM,
     prompts: list[list[int]],
     max_new_tokens: int,
-    drafter: Drafter = MTPDrafter(),
+    drafter: Drafter | None = MTPDrafter(),
     sampling: Sampling = Sampling(),
     policy: Policy | None = None,
     max_context: int | None = None,
@@ -105,28 +105,29 @@ def generate_on_device(
     ahead: int = AHEAD,
     make: Callable[..., Rounds] = Rounds,
 ) -> list[Generation]:
-    """Generate as `generate_speculative` does, with the MTP block or prompt lookup. on_token(row, id) is called as the
-    host reads tokens.
+    """Generate as `generate_speculative` does, with the MTP block or prompt lookup, or (None) without drafts.
+    on_token(row, id) is called as the host reads tokens.
 
     Row b draws with the noise of sampling.seed + b (`noise`), so its tokens differ from plain decoding with that seed
-    and have its distribution. ahead: as for `Rounds`; make: makes the object that runs the rounds, for callers that
-    watch them. The cache holds one token more than the context plus the drafts of a round. That is less than the policy
-    wants if the context ends near the checkpoint's. Raises as `generate_speculative`, and InputError if the context
-    equals the checkpoint's or layers lie on several devices; ContextOverrun when the context ends before the request,
-    after all tokens that fit.
+    and have its distribution. ahead: as for `Rounds`; make: makes the object that runs the rounds, `Rounds` or
+    `OneLaunch`, whose loop runs on the device. The cache holds one token more than the context plus the drafts of a
+    round. That is less than the policy wants if the context ends near the checkpoint's. Raises as
+    `generate_speculative`, and InputError if the context equals the checkpoint's or layers lie on several devices;
+    ContextOverrun when the context ends before the request, after all tokens that fit.
     """
-    check_can_speculate(model, drafter)
+    if drafter is not None:
+        check_can_speculate(model, drafter)
     check_one_device(model)
-    policy = policy or Static(drafter.draft_tokens)
+    policy = policy or Static(drafter.draft_tokens if drafter else 0)
     limit = context_limit(model, prompts, max_new_tokens, max_context)
     most = min(max(policy.sizes), model.config.max_position_embeddings - limit - 1)
     if most < 0:
         raise InputError(
-            f"a context of {limit} tokens is all that the checkpoint takes; rounds with drafts run one token behind "
-            "it: lower --max-context or --max-new-tokens by one, or leave out --speculate"
+            f"a context of {limit} tokens is all that the checkpoint takes; rounds run one token behind it: lower "
+            f"--max-context or --max-new-tokens by one, or leave out {'--speculate' if drafter else '--loop'}"
         )
     # so that the block can run many rounds without drafts at once
-    back = CATCH_UP_WIDTHS[-1] - 1 if drafter.needs_mtp and 0 in policy.sizes else 1
+    back = CATCH_UP_WIDTHS[-1] - 1 if needs_block(drafter) and 0 in policy.sizes else 1
     cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, back))
     rows = _rows(prompts, cache, max_new_tokens, sampling, limit, stop_ids, on_token, drafter, policy)
     return run(DeviceRounds(model, cache, rows, drafter, most, ahead, make), on_prefill)

@@ -18,7 +18,7 @@ from dsv4.sampling import sample
 from dsv4.speculation.captured import Steps
 from dsv4.speculation.choosing import choice_of
 from dsv4.speculation.device_drafters import primed
-from dsv4.speculation.draft import Drafter
+from dsv4.speculation.draft import Drafter, needs_block
 from dsv4.speculation.policy_device import on_device
 from dsv4.speculation.prefill import OnStreams, prefill
 from dsv4.speculation.rounds import Rounds
@@ -55,6 +55,9 @@ class Stepper(ABC):
     def finish(self) -> None:
         """Called when every request has ended."""
 
+    def cancel(self) -> None:
+        """Called when an exception ends all of them: what still runs is to end."""
+
     def check_room(self) -> None:
         """Raises ContextOverrun if an active request has no room for its next token."""
         for row in self.rows:
@@ -69,11 +72,15 @@ def run(stepper: Stepper, on_prefill: OnPrefill) -> list[Generation]:
     stepper.prefill(on_prefill)
     prefilled = time.perf_counter()
     stepper.first()
-    if any(row.room for row in rows):
-        stepper.prepare()
-    while any(row.active for row in rows):
-        stepper.advance()
-    stepper.finish()
+    try:
+        if any(row.room for row in rows):
+            stepper.prepare()
+        while any(row.active for row in rows):
+            stepper.advance()
+        stepper.finish()
+    except BaseException:
+        stepper.cancel()
+        raise
     ended = time.perf_counter()
     for row in rows:
         out = row.result
@@ -165,7 +172,7 @@ class DeviceRounds(Stepper):
         model: CausalLM,
         cache: Cache,
         rows: Sequence[Work],
-        drafter: Drafter,
+        drafter: Drafter | None,
         most: int,
         ahead: int,
         make: Callable[..., Rounds],
@@ -186,7 +193,7 @@ class DeviceRounds(Stepper):
     def prepare(self):
         begun, policy, B = time.perf_counter(), self.rows[0].policy, len(self.rows)
         # a text without repeats drafts nothing
-        sizes = policy.sizes if self.drafter.needs_mtp else (0, *policy.sizes)
+        sizes = policy.sizes if needs_block(self.drafter) else (0, *policy.sizes)
         of_rows = self.tokens, self.drafts, [row.room for row in self.rows], self.rows[0].stops
         how = on_device(policy, B, self.model.device), [n for n in sizes if n <= self.most]
         given = self.model, self.cache, self.most, *of_rows, *how
@@ -212,7 +219,11 @@ class DeviceRounds(Stepper):
                     f"the host has {len(row.result.token_ids) - 1} and room for {row.room}; expected the same"
                 )
             for proposed, accepted in history:
-                row.observe(accepted, proposed, proposed if self.drafter.needs_mtp else 0)
+                row.observe(accepted, proposed, proposed if needs_block(self.drafter) else 0)
+
+    def cancel(self):
+        if self.rounds is not None:
+            self.rounds.cancel()
 
     def _tell(self, b: int, tokens: list[int]) -> None:
         if self.rows[b].active:  # else the device went on where the host stopped, which is seen at the end

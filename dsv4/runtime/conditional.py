@@ -32,9 +32,9 @@ class Kernel:
     threads: int = 128
 
 
-def missing(device: torch.device) -> str:
+def missing(device: torch.device | str) -> str:
     """What keeps graphs from repeating on this device, in words; '' if nothing does."""
-    if device.type != "cuda":
+    if not str(device).startswith("cuda"):
         return f"the model is on {device}, and a graph that repeats needs a CUDA device"
     try:
         from cuda.bindings import driver, nvjitlink, nvrtc  # noqa: F401

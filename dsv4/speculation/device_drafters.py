@@ -14,7 +14,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.mtp import run_block
 from dsv4.speculation.choosing import Choice, Greedy
-from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter
+from dsv4.speculation.draft import Drafter, LookupDrafter, MTPDrafter, needs_block
 from dsv4.speculation.prefill import prefill
 
 # Numbers of waiting tokens of a row that the MTP block runs in one step: a step over many costs little more than one
@@ -69,6 +69,19 @@ class RoundDrafter(ABC):
 
     def caught_up(self) -> None:
         """No token waits any more."""
+
+
+class NoDrafts(RoundDrafter):
+    """Rounds of one token a row. rows: how many."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.offered = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def take(self, other):
+        pass
+
+    def drafts(self, D, start):
+        return Drafted(start.new_zeros(len(start), D))
 
 
 class MTPDrafts(RoundDrafter):
@@ -198,20 +211,22 @@ def primed(
     prompts: list[list[int]],
     on_prefill: Callable[[int, int], None] | None = None,
     choice: Choice = Greedy(),
-    drafter: Drafter = MTPDrafter(),
+    drafter: Drafter | None = MTPDrafter(),
 ) -> tuple[torch.Tensor, RoundDrafter]:
     """Append prompts to an empty cache, and to the MTP block's own if it drafts.
 
     Returns what `Rounds` starts from: the tokens chosen after the prompts int64 [B], and the device's form of
-    `drafter`. Raises InputError for a drafter that has none.
+    `drafter` (None: nothing is drafted). Raises InputError for a drafter that has none.
     """
-    if not isinstance(drafter, (MTPDrafter, LookupDrafter)):
+    if drafter is not None and not isinstance(drafter, (MTPDrafter, LookupDrafter)):
         raise InputError(
             f"drafter {drafter.name} has no device implementation; expected {MTPDrafter.name} or {LookupDrafter.name}"
         )
     tell = lambda streams, following, known: model.mtp_logits(streams, following, cache, n_new=known, logits="none")
-    logits, streams = prefill(model, cache, prompts, tell if drafter.needs_mtp else None, on_prefill)
+    logits, streams = prefill(model, cache, prompts, tell if needs_block(drafter) else None, on_prefill)
     tokens = choice.own(logits, torch.tensor(cache.lengths, device=model.device)).squeeze(1)
+    if drafter is None:
+        return tokens, NoDrafts(len(prompts), model.device)
     if isinstance(drafter, LookupDrafter):
         room = cache.max_context + 1  # the last token that a round chooses is not in the caches
         return tokens, LookupDrafts(prompts, tokens, room, drafter.longest, drafter.shortest)

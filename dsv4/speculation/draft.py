@@ -67,6 +67,11 @@ class Drafter(ABC):
         """At most sizes[b] drafts for row b after its last final token."""
 
 
+def needs_block(drafter: Drafter | None) -> bool:
+    """Whether drafts need the MTP block; None drafts nothing."""
+    return drafter is not None and drafter.needs_mtp
+
+
 class MTPDrafter(Drafter):
     """Chained drafts of the MTP block.
 

@@ -183,6 +183,9 @@ class HostLoop(ABC):
             self._read(on_tokens)
         return self._settle()
 
+    def cancel(self) -> None:
+        """Launch nothing more. What runs is waited for by whoever frees its memory."""
+
     def _launch(self, D: int) -> None:
         """Begin a round of D drafts, or of the next width above."""
         if len(self.under_way) == self.ring.rounds:  # its record would overwrite one that is not read

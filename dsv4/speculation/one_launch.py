@@ -16,7 +16,8 @@ import torch
 from dsv4.cache.host_tier.memory import HostBuffer
 from dsv4.errors import RoundError
 from dsv4.kernels.commit_rows import HEAD
-from dsv4.runtime.conditional import Kernel, WhileGraph
+from dsv4.model.causal import CausalLM, captures
+from dsv4.runtime.conditional import ConditionalError, Kernel, WhileGraph, missing
 from dsv4.speculation.host_loop import NAP
 from dsv4.speculation.ring import Ring
 from dsv4.speculation.rounds import SPARE, Rounds
@@ -71,6 +72,20 @@ extern "C" __global__ void turn(
 """,
     "turn",
 )
+
+
+def check_loop(model: CausalLM) -> None:
+    """Raises ConditionalError with the reason if a loop of this model's steps cannot run on its device."""
+    check_device(model.device)
+    if not captures(model):
+        why = "a kernel of yours runs in it" if model.replacements else f"backend {model.backend} runs it"
+        raise ConditionalError(f"a step of this model is no graph, because {why}; leave out --loop device")
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raises ConditionalError with the reason if a graph cannot repeat on this device."""
+    if reason := missing(device):
+        raise ConditionalError(f"{reason}; leave out --loop device")
 
 
 class Published(Ring):

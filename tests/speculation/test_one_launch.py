@@ -1,0 +1,199 @@
+"""Rounds whose loop the device runs, on a CPU: the kernel's own source, compiled as C++, decides; a thread is the
+device. Sizes, tokens and what the drafter runs are those of the host's loop."""
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4 import load_model
+from dsv4.engine.generate import generate, generate_on_device
+from dsv4.errors import RoundError
+from dsv4.runtime import conditional
+from dsv4.runtime.conditional import ConditionalError, compiled
+from dsv4.speculation import Adaptive, Static, host_loop, on_device, one_launch
+from dsv4.speculation.device_drafters import primed
+from dsv4.speculation.draft import LookupDrafter, MTPDrafter
+from dsv4.speculation.one_launch import TURN, OneLaunch
+from dsv4.speculation.rounds import Rounds
+from tests.speculation.scripted import prompt_of
+
+CXX = shutil.which("g++") or shutil.which("clang++")
+needs_cxx = pytest.mark.skipif(CXX is None, reason="no C++ compiler")
+ON_HOST = """
+#define __global__
+#define __device__
+struct Places { int x; };
+static Places threadIdx{0}, blockDim{1};
+static void __syncthreads() {}
+static void __threadfence_system() {}
+extern "C" { unsigned int chosen[3]; }
+%s
+extern "C" void cudaGraphSetConditional(Handle handle, unsigned int value) { chosen[handle] = value; }
+"""
+
+
+@pytest.fixture(scope="module")
+def turn(tmp_path_factory):
+    """The kernel as a function of the host, and what it chose: of the loop, of waiting tokens, of the round."""
+    folder = tmp_path_factory.mktemp("turn")
+    (folder / "turn.cpp").write_text(ON_HOST % TURN.source)
+    command = [CXX, "-shared", "-fPIC", "-O1", "-o", folder / "turn.so", folder / "turn.cpp"]
+    subprocess.run(command, check=True, capture_output=True)
+    library = ctypes.CDLL(str(folder / "turn.so"))
+    return library.turn, (ctypes.c_uint * 3).in_dll(library, "chosen")
+
+
+@pytest.fixture
+def on_a_thread(turn, monkeypatch):
+    """Loops run on a thread of the host. late: an Event that the thread waits for when it has published a round. change:
+    changes what the kernel chose."""
+    kernel, chosen = turn
+    control = SimpleNamespace(late=None, change=lambda chosen: None, threads=[])
+
+    class OnThread:
+        def __init__(self, source, choices, arguments, device):
+            self.choices = choices
+            self.values = [ctypes.c_longlong(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments]
+            self.held = arguments
+
+        def launch(self):
+            control.threads.append(threading.Thread(target=self.repeat))
+            control.threads[-1].start()
+
+        def repeat(self):
+            for turns in itertools.count():
+                kernel(*map(ctypes.c_ulonglong, range(3)), *self.values)
+                control.change(chosen)
+                picked = list(chosen)
+                if turns and control.late is not None:
+                    control.late.wait(30)
+                for graphs, which in zip(self.choices, picked[1:]):
+                    if picked[0] and graphs and which < len(graphs):
+                        graphs[which].replay()
+                if not picked[0]:
+                    return
+
+    monkeypatch.setattr(one_launch, "WhileGraph", OnThread)
+    monkeypatch.setattr(host_loop, "captured_graph", lambda run, *how, **more: SimpleNamespace(replay=run))
+    monkeypatch.setattr(
+        OneLaunch, "_mark", lambda self: SimpleNamespace(query=lambda: not control.threads[-1].is_alive())
+    )
+    # as if captured, but without streams and pools
+    monkeypatch.setattr(OneLaunch, "prepare", _as_captured(OneLaunch.prepare))
+    return control
+
+
+def _as_captured(prepare):
+    def prepared(rounds):
+        rounds.captures = True
+        prepare(rounds)
+
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def model(brief_golden):
+    return load_model(brief_golden, numerics="fp32", mtp=True)
+
+
+def ready(kind, model, ids, new, policy, drafter=MTPDrafter(), back=16, **more):
+    cache = model.new_cache(len(ids), max(len(row) + n for row, n in zip(ids, new)) + 8, back)
+    tokens, *start = primed(model, cache, ids, None, drafter=drafter)
+    policy = on_device(policy, len(ids), "cpu")
+    return kind(model, cache, 8, tokens, *start, [n - 1 for n in new], (), policy, **more)
+
+
+def left(rounds, told):
+    """What a run leaves, of the rounds in which a row got tokens."""
+    out = rounds.run(lambda row, tokens: told[row].extend(tokens))
+    ended = max(len(row) for row in rounds.history())
+    return out, rounds.cache.lengths, rounds.history(), rounds.counts.rounds[:ended]
+
+
+@needs_cxx
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("policy", [Static(0), Static(3), Adaptive()], ids=lambda p: p.name)
+def test_the_loop_runs_what_the_host_s_loop_runs(model, on_a_thread, policy, ahead):
+    ids, new, found = [prompt_of(model, 5), prompt_of(model, 131)], (45, 9), []
+    for kind in (Rounds, OneLaunch):
+        told = [[] for _ in ids]
+        rounds = ready(kind, model, ids, new, policy, ahead=ahead)
+        found.append(left(rounds, told))
+        assert told == found[-1][0]
+    assert found[0] == found[1] and rounds.launches == 1 and len(on_a_thread.threads) == 1
+
+
+@needs_cxx
+@pytest.mark.parametrize("drafter", [MTPDrafter(), LookupDrafter(1, 1), None], ids=["mtp", "lookup", "none"])
+def test_generation_by_one_launch(model, on_a_thread, drafter):
+    ids, made = prompt_of(model, 40), []
+    make = lambda *of, **more: made.append(OneLaunch(*of, **more)) or made[-1]
+    out = generate_on_device(model, [ids], 24, drafter, make=make)[0]
+    assert out.token_ids == generate(model, ids, 24).token_ids and made[0].launches == 1
+    assert (out.speculation is None) == (drafter is None)
+
+
+@needs_cxx
+def test_waiting_tokens_run_before_drafts_and_when_no_more_can_wait(model, on_a_thread):
+    """Rounds without drafts: the block follows them as in the host's loop, and the last at the end."""
+    ids, new, counts = [prompt_of(model, 20)], (60,), []
+    for kind in (Rounds, OneLaunch):
+        rounds = ready(kind, model, ids, new, Static(0), back=31)
+        rounds.run()
+        counts.append((rounds.counts.caught_up[:1], rounds.cache.mtp_lengths, rounds.drafter.features.clone()))
+    assert counts[0][:2] == counts[1][:2] and counts[1][0] == [32]
+    torch.testing.assert_close(counts[0][2], counts[1][2], atol=1e-5, rtol=1e-5)
+
+
+@needs_cxx
+def test_a_cancelled_loop_ends_after_its_round_and_the_next_begins_anew(model, on_a_thread):
+    ids, new = [prompt_of(model, 20)], (50,)
+    whole = ready(Rounds, model, ids, new, Static(3)).run()
+    on_a_thread.late = threading.Event()
+    rounds = ready(OneLaunch, model, ids, new, Static(3))
+
+    def stop(row, tokens):
+        on_a_thread.late.set()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rounds.run(stop)
+    n = rounds.known.written[0]
+    assert 0 < n and rounds.cache.lengths == rounds.start.tolist() == [20 + n] and rounds.known.rounds == rounds.round
+    assert rounds.out[0, :n].tolist() == whole[0][:n] and not on_a_thread.threads[-1].is_alive()
+    rounds.cache.reset()
+    tokens, *start = primed(model, rounds.cache, ids)
+    rounds.restart(tokens, *start, [n - 1 for n in new])
+    assert rounds.run() == whole and rounds.launches == 1
+
+
+@needs_cxx
+def test_a_loop_that_ends_too_early_is_an_error(model, on_a_thread):
+    left = iter([1, 1, 0])
+    on_a_thread.change = lambda chosen: chosen.__setitem__(0, next(left, 0))
+    with pytest.raises(RoundError, match="has ended after 2 rounds, and rows go on"):
+        ready(OneLaunch, model, [prompt_of(model, 20)], (50,), Static(0)).run()
+
+
+def test_where_there_is_no_device_the_reason_is_told():
+    with pytest.raises(ConditionalError, match="the model is on cpu.*leave out --loop device"):
+        one_launch.check_device("cpu")
+
+
+def test_the_kernel_compiles_and_links_without_a_device():
+    for needed in ("cuda.bindings.nvrtc", "cuda.bindings.nvjitlink", "cuda.pathfinder"):
+        pytest.importorskip(needed)
+    try:
+        assert compiled(TURN.source, (9, 0))[:4] == b"\x7fELF"
+    except ConditionalError:
+        raise
+    except Exception as error:  # the compiler's library comes with torch's CUDA wheels
+        pytest.skip(f"no NVRTC: {error}")
+    with pytest.raises(ConditionalError, match="did not compile for sm_90"):
+        conditional.compiled("extern 'C'", (9, 0))
