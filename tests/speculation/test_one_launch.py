@@ -160,10 +160,12 @@ def test_the_drafter_follows_rests_before_every_draft(model, on_a_thread):
         rounds.policy = Scheduled(torch.tensor([[n, n] for n in pattern * 6]))
         tokens, *start = primed(model, _emptied(rounds.cache), ids)
         rounds.restart(tokens, *start, [29, 29])
+        followed, real = [], rounds.drafter.catch_up
+        rounds.drafter.catch_up = lambda width, start: (followed.append(width), real(width, start))
         out = rounds.run()
         ended = max(len(row) for row in rounds.history())
-        found.append((out, rounds.history(), rounds.counts.rounds[:ended], rounds.counts.caught_up[:6]))
-    assert found[0] == found[1] and found[0][3][:3] == [1, 2, 3]
+        found.append((out, rounds.history(), rounds.counts.rounds[:ended], rounds.counts.caught_up[:6], followed[:6]))
+    assert found[0] == found[1] and found[0][3][:3] == [1, 2, 3] and found[0][4][:3] == [2, 2, 8]
 
 
 def _emptied(cache):
