@@ -77,7 +77,7 @@ def test_waits_that_grow_with_the_response_are_red(run, monkeypatch, capsys):
     )
     assert (
         found["rows"][0]["why"] == ["torch.cuda.synchronize"]
-        and "lookup, 3, at temperature 0.8, synchronisations:" in capsys.readouterr().out
+        and "loop host, lookup, 3, at temperature 0.8, synchronisations:" in capsys.readouterr().out
     )
 
 
