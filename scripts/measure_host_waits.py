@@ -141,8 +141,8 @@ def markdown(about: dict, setup: dict, rows: list[dict]) -> str:
         "row, without a stop. Policy: drafts a round. Synchronisations: copies and calls that return only when the "
         "device has ended, while decoding, and in the whole request with its prompt and captures. Polls: how often "
         "the host asked whether a round had ended and it had not. Launches: of graphs, by the host, while decoding. "
-        "Loop host: the ring crosses every round; the whole output once, at the end. Loop device: one record a round is "
-        "written to host memory.",
+        "Loop host: the ring crosses every round; the whole output once, at the end. Loop device: "
+        "one record a round is written to host memory.",
         "",
     ]
     lines += [] if setup["captured"] else [ON_HOST, ""]
@@ -165,8 +165,8 @@ def markdown(about: dict, setup: dict, rows: list[dict]) -> str:
 def grows(rows: list[dict]) -> list[str]:
     """What is not the same for every length and must be, a line each."""
     found = []
-    for way, some in groupby(rows, lambda r: (r["loop"], r["drafter"], r["policy"], r["temperature"])):
-        some, told = list(some), f"loop {way[0]}, {way[1]}, {way[2]}, at temperature {way[3]:g}"
+    for way, group in groupby(rows, lambda r: (r["loop"], r["drafter"], r["policy"], r["temperature"])):
+        some, told = list(group), f"loop {way[0]}, {way[1]}, {way[2]}, at temperature {way[3]:g}"
         alike = ("launches",) if way[0] == "device" else ("bytes_a_round",)
         for name in ("synchronisations", "synchronisations_of_the_request", *alike):
             if len({r[name] for r in some}) > 1:
