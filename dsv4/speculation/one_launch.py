@@ -103,6 +103,11 @@ class Published(Ring):
         """The places of records and the flags, as the device addresses them."""
         return self._kept.device, self._flags.device
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a round leaves in host memory: one record."""
+        return self.host[0].nbytes
+
     def clear(self):
         self.records.fill_(-1)
         self._kept.host.fill_(-1)
