@@ -13,7 +13,7 @@ class Kind(NamedTuple):
     words: str
 
 
-NUMBER, WHOLE = Kind(float, "a number"), Kind(int, "a whole number")
+NUMBER, WHOLE, WORD = Kind(float, "a number"), Kind(int, "a whole number"), Kind(str, "a word")
 
 
 def several(kind: Kind) -> Kind:

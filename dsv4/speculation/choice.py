@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError, brief
-from dsv4.named_values import NUMBER, WHOLE, named_values, several
+from dsv4.named_values import NUMBER, WHOLE, WORD, named_values, several
 from dsv4.speculation.cost_aware import CostAware
 from dsv4.speculation.costs import CostTable, read_costs
 from dsv4.speculation.policy import Adaptive, AdaptiveParameters, Policy, Static
@@ -17,6 +17,7 @@ PARAMETERS = {
     "thresholds": several(NUMBER),
     "sizes": several(WHOLE),
     "pressure_cap": WHOLE,
+    "undrafted": WORD,
 }
 
 

@@ -107,13 +107,18 @@ class Static(Policy):
         return [0 if state is None else self.capped if pressure else self.size for state in states]
 
 
+# keep: such a pass is no evidence, and the mean stays. decay: it counts as a ratio of 0, as in the published code
+UNDRAFTED = ("keep", "decay")
+
+
 @dataclass(frozen=True)
 class AdaptiveParameters:
     """Parameters of `Adaptive`; the defaults are those of the specification.
 
     weight: of the newest ratio in the mean; start: the mean of a new request; thresholds ascending: sizes[i + 1] is
     taken from thresholds[i] on, sizes[0] below all. The smallest size is at least 1: with nothing drafted nothing is
-    measured, and the mean could never rise again. Raises InputError.
+    measured, and the mean could never rise again. undrafted: what a pass without drafts does to the mean, one of
+    UNDRAFTED. Raises InputError.
     """
 
     weight: float = 0.2
@@ -121,8 +126,11 @@ class AdaptiveParameters:
     thresholds: tuple[float, ...] = (0.5, 0.8)
     sizes: tuple[int, ...] = (1, 4, 8)
     pressure_cap: int | None = PRESSURE_CAP
+    undrafted: str = "keep"
 
     def __post_init__(self):
+        if self.undrafted not in UNDRAFTED:
+            raise InputError(f"undrafted is {self.undrafted!r}; expected {' or '.join(UNDRAFTED)}")
         if not 0 < self.weight <= 1 or not 0 <= self.start <= 1:
             raise InputError(
                 f"weight {self.weight} and start {self.start} were asked for; expected 0 < weight <= 1, 0 <= start <= 1"
@@ -153,7 +161,7 @@ class Adaptive(Policy):
 
     def __init__(self, parameters: AdaptiveParameters = AdaptiveParameters()):
         self.parameters = p = parameters
-        self.name = "ASBS"
+        self.name = "ASBS" if p.undrafted == "keep" else "ASBS, decaying"
         self.pressure_cap = p.pressure_cap
         capped = {size if p.pressure_cap is None else min(size, p.pressure_cap) for size in p.sizes}
         self.sizes = tuple(sorted({*p.sizes, *capped}))
@@ -164,11 +172,11 @@ class Adaptive(Policy):
         return np.float32(self.parameters.start)
 
     def observe(self, state: np.float32, accepted: int, proposed: int) -> np.float32:
-        """ε ← weight · r + (1 − weight) · ε. If nothing was drafted there is no evidence, and ε stays."""
+        """ε ← weight · r + (1 − weight) · ε. If nothing was drafted, `undrafted` says whether ε stays or r is 0."""
         checked(accepted, proposed)
-        if proposed == 0:
+        if proposed == 0 and self.parameters.undrafted == "keep":
             return state
-        ratio = np.float32(accepted) / np.float32(proposed)
+        ratio = np.float32(accepted) / np.float32(max(proposed, 1))
         return self.weight * ratio + self.keep * state
 
     def size_of(self, state: np.float32) -> int:

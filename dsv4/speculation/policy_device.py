@@ -23,8 +23,8 @@ class DevicePolicy:
 
     accepted, proposed: int64 or int32 [B], counts of the pass that just ended; pressure: bool scalar tensor; live: bool
     [B], rows that take part in the next pass (None: all). sizes int64 [B], 0 for rows at rest. Before the first pass,
-    and for rows that rested, proposed is 0: they keep what they know. reset(fresh bool [B]): those rows begin a new
-    request.
+    and for rows that rested, proposed is 0: they keep what they know, unless passes without drafts decay it.
+    reset(fresh bool [B]): those rows begin a new request.
     """
 
     def step(
@@ -63,6 +63,7 @@ class DeviceAdaptive(DevicePolicy):
 
     def __init__(self, policy: Adaptive, batch: int, device: torch.device | str):
         self.weight, self.keep = float(policy.weight), float(policy.keep)
+        self.decays = policy.parameters.undrafted == "decay"
         self.mean = torch.full((batch,), float(policy.initial()), dtype=torch.float32, device=device)
         self.start = self.mean.clone()
         self.thresholds = torch.tensor([float(t) for t in policy.thresholds], dtype=torch.float32, device=device)
@@ -74,7 +75,7 @@ class DeviceAdaptive(DevicePolicy):
     def observe(self, accepted, proposed) -> None:
         ratio = accepted.float() / proposed.clamp(min=1).float()
         fresh = ratio * self.weight + self.mean * self.keep  # two products and a sum, each rounded
-        self.mean.copy_(torch.where(proposed > 0, fresh, self.mean))
+        self.mean.copy_(fresh if self.decays else torch.where(proposed > 0, fresh, self.mean))
 
     def choose(self, pressure, live=None):
         # right: a mean that equals a threshold has reached it

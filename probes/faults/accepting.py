@@ -246,12 +246,23 @@ def weights_of_the_mean_exchanged_in_the_specification(site: Site) -> None:
 
 @mutation("1.13", bugs=(), parts=("device policy, mean",), probes=("speculation",))
 def rounds_without_drafts_count_as_rejections(site: Site) -> None:
-    """Nothing drafted is taken for nothing accepted: the mean of a row that rests falls."""
+    """Nothing drafted is taken for nothing accepted, against the policy: the mean of a row that rests falls."""
 
     def observe(device, accepted, proposed):
         device.mean.copy_(accepted.float() / proposed.clamp(min=1).float() * device.weight + device.mean * device.keep)
 
     site.patch(DeviceAdaptive, "observe", observe)
+
+
+@mutation("1.13", bugs=(), parts=("device policy, mean",), probes=("speculation",))
+def rounds_without_drafts_never_decay(site: Site) -> None:
+    """A policy of the published rule keeps its mean on the device where nothing was drafted."""
+
+    def observe(device, accepted, proposed):
+        device.decays = False
+        real(device, accepted, proposed)
+
+    real = site.patch(DeviceAdaptive, "observe", observe)
 
 
 @mutation("1.13", bugs=(), parts=("device policy, pressure cap",), probes=("speculation",))

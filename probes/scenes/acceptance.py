@@ -185,13 +185,14 @@ def never_at_zero() -> Check:
 
 
 def policies() -> list[Policy]:
-    """One of each kind, two adaptive ones. The costs are made up: a pass of k drafts takes 1 + k / 16 and k / 10 to
+    """One of each kind, three adaptive ones. The costs are made up: a pass of k drafts takes 1 + k / 16 and k / 10 to
     draft."""
     costs = CostTable(
         "made up", 1.0, {ROWS: BatchCost(0.1, tuple(1 + k / 16 for k in range(9)), (False,) * 9)}, {"source": "made up"}
     )
     odd = AdaptiveParameters(weight=0.3, start=0.55, thresholds=(0.25, 0.5, 0.75), sizes=(1, 3, 5, 7), pressure_cap=4)
-    return [Static(5), Adaptive(), Adaptive(odd), CostAware(costs, ROWS)]
+    decays = AdaptiveParameters(undrafted="decay")
+    return [Static(5), Adaptive(), Adaptive(odd), Adaptive(decays), CostAware(costs, ROWS)]
 
 
 def on_a_device(policy: Policy, seed: int, at: torch.device) -> Iterator[Check]:

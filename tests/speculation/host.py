@@ -6,7 +6,8 @@ import numpy as np
 def vector_means(policy, mean: np.ndarray, accepted: np.ndarray, proposed: np.ndarray) -> np.ndarray:
     """mean fp32 [B] after a pass."""
     ratio = accepted.astype(np.float32) / np.maximum(proposed, 1).astype(np.float32)
-    return np.where(proposed > 0, policy.weight * ratio + policy.keep * mean, mean)
+    counts = (proposed > 0) | (policy.parameters.undrafted == "decay")
+    return np.where(counts, policy.weight * ratio + policy.keep * mean, mean)
 
 
 def vector_sizes(policy, mean: np.ndarray, pressure: bool) -> np.ndarray:

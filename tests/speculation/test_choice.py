@@ -68,7 +68,9 @@ def test_what_is_no_policy(text, match):
 def test_parameters_have_their_names():
     assert list(PARAMETERS) == [field.name for field in fields(AdaptiveParameters)]
     assert (
-        policy_named("adaptive:weight=0.2,start=0.8,thresholds=0.5/0.8,sizes=1/4/8,pressure_cap=2").parameters
+        policy_named(
+            "adaptive:weight=0.2,start=0.8,thresholds=0.5/0.8,sizes=1/4/8,pressure_cap=2,undrafted=keep"
+        ).parameters
         == AdaptiveParameters()
     )
 

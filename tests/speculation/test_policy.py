@@ -102,6 +102,17 @@ def test_nothing_drafted_says_nothing_about_acceptance(policy):
     assert np.all(np.equal(seen, state)) or np.allclose(seen, state, atol=1e-6)  # at the prior drift leads nowhere
 
 
+def test_by_the_published_rule_passes_without_drafts_count_as_rejected():
+    """0.8 · (1 − 0.2)ⁿ after n of them: three take the size from 8 to 1, and drafts bring it back."""
+    policy = Adaptive(AdaptiveParameters(undrafted="decay"))
+    state, sizes = policy.initial(), []
+    for n in range(4):
+        assert state == pytest.approx(0.8 * 0.8**n, rel=1e-6)
+        sizes += policy.choose([state])
+        state = policy.observe(state, 0, 0)
+    assert sizes == [8, 4, 4, 1] and policy.observe(state, 1, 1) > state
+
+
 @ALL
 @pytest.mark.parametrize("accepted,proposed", [(2, 1), (-1, 4), (0, 9), (9, 9)])
 def test_impossible_counts_raise(policy, accepted, proposed):
@@ -132,6 +143,7 @@ def test_room_leaves_a_slot_for_the_token_that_is_always_committed(remaining, fr
         {"sizes": (1, 4, 9)},
         {"sizes": (1, True, 8)},
         {"pressure_cap": 0},
+        {"undrafted": "fade"},
         {"thresholds": (0.0, 0.5)},
     ],
     ids=str,

@@ -23,10 +23,15 @@ from scripts.bench.speculation_costs import flat, moe
 from tests.speculation.host import vector_means, vector_sizes
 
 ODD = AdaptiveParameters(weight=0.3, start=0.55, thresholds=(0.25, 0.5, 0.75), sizes=(1, 3, 5, 7), pressure_cap=4)
+DECAYS = AdaptiveParameters(undrafted="decay")
 NO, YES = torch.tensor(False), torch.tensor(True)
 
 
-@pytest.mark.parametrize("parameters,rows", [(AdaptiveParameters(), 1 << 17), (ODD, 1 << 14)], ids=["issue", "others"])
+@pytest.mark.parametrize(
+    "parameters,rows",
+    [(AdaptiveParameters(), 1 << 17), (ODD, 1 << 14), (DECAYS, 1 << 14)],
+    ids=["issue", "others", "decays"],
+)
 def test_adaptive_equals_the_specification_over_millions_of_steps(parameters, rows):
     policy, steps = Adaptive(parameters), 16
     device, rng = on_device(policy, rows, "cpu"), np.random.default_rng(1)
@@ -43,7 +48,7 @@ def test_adaptive_equals_the_specification_over_millions_of_steps(parameters, ro
             assert policy.choose([mean[row]], pressure) == [sizes[row]]
 
 
-@pytest.mark.parametrize("parameters", [AdaptiveParameters(), ODD], ids=["issue", "others"])
+@pytest.mark.parametrize("parameters", [AdaptiveParameters(), ODD, DECAYS], ids=["issue", "others", "decays"])
 def test_adaptive_equals_the_specification_at_every_threshold_and_its_neighbours(parameters):
     policy = Adaptive(parameters)
     near = [np.nextafter(t, np.float32(to), dtype=np.float32) for t in policy.thresholds for to in (0, t, 1)]
