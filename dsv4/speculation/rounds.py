@@ -27,6 +27,7 @@ from contextlib import contextmanager
 
 import torch
 
+from dsv4.cache.allotted import Allotted
 from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.kernels.commit_rows import commit, next_sizes
@@ -72,7 +73,6 @@ class Rounds(HostLoop):
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
         self.done = torch.zeros(B, dtype=torch.bool, device=device)
-        # rings have no pages, so they are never short of pages
         self.pressure = torch.zeros((), dtype=torch.bool, device=device)
         self.stops = torch.tensor(sorted(set(stop_ids)) or [-1], device=device)
         # of each round: drafted, accepted, tokens
@@ -117,8 +117,11 @@ class Rounds(HostLoop):
     def _drafts(self, D: int) -> Drafted:
         return self.drafter.drafts(D, self.start)
 
-    def _wanted(self) -> torch.Tensor:
-        """Drafts of the next undecided round, as the policy wants them: int64 [B]."""
+    def _wanted(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Drafts of the next undecided round, as the policy wants them: int64 [B]. tokens int64 [B]: that rows hold,
+        by default `start`. Rings have no pages, so they are never short of pages."""
+        if isinstance(self.cache, Allotted):
+            self.pressure.copy_(self.cache.pressed(self.start if tokens is None else tokens, self.done))
         return self.policy.choose(self.pressure, ~self.done)
 
     def _accept(self, logits: torch.Tensor, drafts: Drafted, proposed: torch.Tensor) -> Accepted:
@@ -164,7 +167,16 @@ class Rounds(HostLoop):
     def _record(self, chosen: torch.Tensor, count: torch.Tensor) -> None:
         """Write the round's record: of chosen int64 [B, T] the first count[b] tokens, the state of the rows, and the
         sizes that they want next."""
-        self.ring.put(chosen, count, self._wanted(), self.drafter.offered, self.left, self.done, self.sizes, self.round)
+        self.ring.put(
+            chosen,
+            count,
+            self._wanted(self.start + count),
+            self.drafter.offered,
+            self.left,
+            self.done,
+            self.sizes,
+            self.round,
+        )
 
     @contextmanager
     def _aside(self):
