@@ -2,6 +2,8 @@
 probabilities, of which many are nearly equal, so that a right kernel may keep others than fp64 would;
 `tests/kernels/test_triton_chunked_prefill.py` follows the kernel's own choice through a definition in fp64."""
 
+from dataclasses import replace
+
 import torch
 
 from dsv4.kernels.chunked_prefill.chunking import Chunking
@@ -17,10 +19,13 @@ def inputs(w, draw, tokens, chunking, batch=1) -> tuple:
 
 
 def production_sizes(w) -> dict:
-    """Prompts of 4K to 128K tokens; compiled for two chunks and a part of one."""
+    """Prompts of 4K to 128K tokens, in the published cut too, by the default and by the published rule; compiled for
+    two chunks and a part of one."""
     small, middle, large, largest = CHUNKINGS
     bench = {4096: (small, middle), 16384: (middle, large), 65536: (large, largest), 131072: (large, largest)}
+    bench = {T: (*cuts, PUBLISHED, replace(PUBLISHED, **PUBLISHED_RULE)) for T, cuts in bench.items()}
     bf16, compiled = torch.bfloat16, (small, Chunking(512, 64, 180), middle, Chunking(2048, 256, 767), large)
+    compiled += tuple(replace(cut, **PUBLISHED_RULE) for cut in (small, PUBLISHED))
     return {
         "bench": [dict(tokens=T, chunking=c) for T, each in bench.items() for c in each],
         "compiled": [
@@ -31,6 +36,7 @@ def production_sizes(w) -> dict:
 
 
 SIZES = (512, 64, 192), (1024, 128, 384), (2048, 256, 768), (4096, 512, 1536)
+PUBLISHED, PUBLISHED_RULE = Chunking(1024, 256, 256), dict(score="memory", heads="query")
 CHUNKINGS = [Chunking(*each) for each in SIZES]
 CONTRACTS = ()
 PRODUCTIONS = {"chunked_prefill": Production(inputs, production_sizes)}

@@ -35,32 +35,41 @@ def fuse(a: Partial, b: Partial) -> Partial:
 
 
 def column_sums(s, total: Partial) -> torch.Tensor:
-    """The probability mass of each key from all queries of its group: Σ e^(s−m)/l over s [KV, G, n, K] → [KV, K]."""
+    """The probability mass of each key from all queries of its group: Σ e^(s−m)/l over s [R, G, n, K] → [R, K]."""
     return (torch.exp(s - total.m.unsqueeze(-1)) / total.l.unsqueeze(-1)).sum((1, 2))
 
 
+def given(s, own: Partial, t, far: Partial, total: Partial, score: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a chunk's queries give its own keys [R, n], by the chunk's softmax, and the memory [R, M], by the softmax
+    that `score` names: logits s and t, softmax over the own keys, over the memory (`far`) and over both (`total`)."""
+    return column_sums(s, own), column_sums(t, far if score == "memory" else total)
+
+
 def select(positions, scores, heavy: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of candidates [KV, C] in ascending positions, the `heavy` ones with the highest scores, still ascending; of equal
+    """Of candidates [R, C] in ascending positions, the `heavy` ones with the highest scores, still ascending; of equal
     scores the first wins."""
     kept = scores.sort(dim=-1, descending=True, stable=True).indices[:, :heavy].sort(-1).values
     return positions.gather(1, kept), scores.gather(1, kept)
 
 
-def attend_chunk(q, keys, values, first: int, past: Memory, scale: float):
+def attend_chunk(q, keys, values, first: int, past: Memory, scale: float, chunking: Chunking):
     """Both phases for one chunk: q [n, H, D] at `first`, keys and values [KV, ·, D] of its row. Returns (out [n, H, D],
-    the mass of its keys in phase 1 [KV, n], the updated scores of the memory [KV, M])."""
-    (n, H, D), KV = q.shape, len(keys)
-    mine = rearrange(q.float(), "n (kv g) d -> kv g n d", kv=KV)
-    own, own_v = (t[:, None, first : first + n].float() for t in (keys, values))
-    s, total = attend(mine, own, own_v, scale, torch.ones(n, n, dtype=torch.bool, device=q.device).tril())
-    mass, scores = column_sums(s, total), past.scores
+    the mass of its keys in phase 1 [R, n], the updated scores of the memory [R, M])."""
+    (n, H, _), KV = q.shape, len(keys)
+    R = chunking.sets(H, KV)
+    head = torch.arange(R, device=q.device).unsqueeze(1) // (R // KV)  # [R, 1]: the KV head of each set
+    mine = rearrange(q.float(), "n (r g) d -> r g n d", r=R)
+    rows = lambda places: (t[head, places].unsqueeze(1).float() for t in (keys, values))
+    place, causal = torch.arange(n, device=q.device), torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+    s, own = attend(mine, *rows(first + place), scale, causal)
     if first:
-        rows = past.positions.long().unsqueeze(-1).expand(-1, -1, D)
-        s, part = attend(mine, *(t.gather(1, rows).unsqueeze(1).float() for t in (keys, values)), scale)
-        total = fuse(total, part)
-        scores = scores + column_sums(s, total)
-    o = rearrange(total.o / total.l.unsqueeze(-1), "kv g n d -> n (kv g) d")
-    return o.to(q.dtype), mass, scores
+        t, far = attend(mine, *rows(past.positions.long()), scale)
+        total = fuse(own, far)
+        mass, more = given(s, own, t, far, total, chunking.score)
+    else:
+        total, mass, more = own, column_sums(s, own), 0
+    o = rearrange(total.o / total.l.unsqueeze(-1), "r g n d -> n (r g) d")
+    return o.to(q.dtype), mass, past.scores + more
 
 
 def chunked_prefill(
@@ -78,14 +87,15 @@ def chunked_prefill(
     Phase 1, all chunks at once: causal attention inside the chunk. Column sums of its probabilities, normalised by the
     chunk's own softmax (the mass of each query is 1), are the first scores of its keys. Phase 2, chunk by chunk from
     the second: attention of all its queries to the M tokens of the memory, fused with phase 1. Their column sums,
-    normalised by the fused softmax (the real mass), are added to the scores of the memory. So a score only grows: phase
-    2 reduces the mass of the chunk's own keys, because its softmax has more keys, but their scores are not reduced.
-    Then memory = the last L tokens of the chunk ∪ the H with the highest scores among the older memory and the rest of
-    the chunk, per KV head; of equals the earliest.
+    normalised by the softmax that `Chunking.score` names (fused: the real mass), are added to the scores of the memory.
+    So a score only grows: phase 2 reduces the mass of the chunk's own keys, because its softmax has more keys, but
+    their scores are not reduced. Then memory = the last L tokens of the chunk ∪ the H with the highest scores among the
+    older memory and the rest of the chunk; of equals the earliest. There are R memories, each with its own scores: one
+    of each KV head, or of each query head (`Chunking.heads`).
     """
     check(q, keys, values, start, lengths, chunking, scale, memory)
     (B, T), S, out = q.shape[:2], chunking.chunk, torch.zeros_like(q)
-    kept = empty_memory(q, keys.shape[1], chunking, memory)
+    kept = empty_memory(q, chunking.sets(q.shape[2], keys.shape[1]), chunking, memory)
     for b, length in enumerate(lengths.tolist()):
         for i, first in enumerate(range(start, min(length, start + T), S)):
             last = min(first + S, length, start + T)
@@ -96,7 +106,7 @@ def chunked_prefill(
                 )
             here = slice(first - start, last - start)
             past = Memory(*(t[i, b, :, : chunking.memory if first else 0] for t in kept[:2]), None, None)
-            out[b, here], mass, scores = attend_chunk(q[b, here], keys[b], values[b], first, past, scale)
+            out[b, here], mass, scores = attend_chunk(q[b, here], keys[b], values[b], first, past, scale, chunking)
             if length > last:
                 place = torch.arange(first, last, dtype=torch.int32, device=q.device).expand(len(mass), -1)
                 rest, local = slice(0, S - chunking.local), slice(S - chunking.local, S)

@@ -47,7 +47,8 @@ def chunked_prefill(
     check(q, keys, values, start, lengths, chunking, scale, memory)
     _refuse(q, keys, values, chunking)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_memory(q, keys.shape[1], chunking, memory)
+    sets = chunking.sets(q.shape[2], keys.shape[1])
+    out, kept = torch.empty(q.shape, dtype=q.dtype, device=q.device), empty_memory(q, sets, chunking, memory)
     if not q.numel():
         return out, kept
     call = _Call(q, keys, values, out, start, lengths, chunking, scale * LOG2E)
@@ -69,14 +70,16 @@ class _Call:
 
     def __init__(self, q, keys, values, out, start: int, lengths, chunking: Chunking, scale: float):
         (B, T, H, D), KV, M = q.shape, keys.shape[1], chunking.memory
+        self.sets = chunking.sets(H, KV)
+        self.each = H // self.sets  # query heads of a set
         self.q, self.keys, self.values, self.out, self.lengths, self.chunking = q, keys, values, out, lengths, chunking
-        self.start, self.scale, self.T, self.KV, self.heads = start, scale, T, KV, (H, H // KV)
+        self.start, self.scale, self.T, self.heads = start, scale, T, (H, H // KV)
         self.fp32, self.steps, self.cache = dot_in_fp32(q), q.stride()[:3], keys.stride()[:2]
         self.tiles = tiles(q.dtype is torch.float32, D, chunking, capability(q.device))
         self.dependent = dependent_launch(q.device)
         self.lse, self.given = (torch.empty(B, H, T, device=q.device) for _ in range(2))
-        self.splits = splits(self.tiles, chunking, H // KV)
-        self.part = torch.empty(B, KV, self.splits, M, device=q.device)
+        self.splits = splits(self.tiles, chunking, self.each)
+        self.part = torch.empty(B, self.sets, self.splits, M, device=q.device)
 
     def options(self, warps: int) -> dict:
         return {"num_warps": warps, "launch_pdl": self.dependent}
@@ -152,7 +155,8 @@ class _Call:
             self.splits,
             H,
             G,
-            self.KV,
+            self.sets,
+            self.each,
             *self.steps,
             *self.cache,
             S,
@@ -161,6 +165,7 @@ class _Call:
             tile.rows,
             tile.columns,
             tile.rows,
+            self.chunking.score == "memory",
             self.fp32,
             tile.stages,
             self.dependent,
@@ -171,7 +176,7 @@ class _Call:
         """The memory after chunk i, which is whole, in the rows that continue."""
         T, c, c0, past = self.T, self.chunking, i * self.chunking.chunk, self.chunking.memory if had_memory else 0
         candidates = next_power(max(past + c.chunk - c.local, c.local))
-        choose[(self.q.shape[0] * self.KV,)](
+        choose[(self.q.shape[0] * self.sets,)](
             kept.positions[i],
             kept.scores[i],
             self.given,
@@ -183,8 +188,8 @@ class _Call:
             T,
             c0,
             kept.positions.stride(0),
-            self.KV,
-            self.heads[1],
+            self.sets,
+            self.each,
             c.chunk,
             c.local,
             c.heavy,
@@ -239,5 +244,6 @@ def tiles(fp32: bool, D: int, chunking: Chunking, capability: tuple[int, int]) -
 
 
 def splits(tiles: Tiles, chunking: Chunking, group: int) -> int:
-    """Parts of the column sums of a memory: a part for each tile of queries. group: query heads of a KV head."""
+    """Parts of the column sums of a memory: a part for each tile of queries. group: query heads that
+    share the memory."""
     return group * (chunking.chunk // tiles.memory.rows)

@@ -141,20 +141,33 @@ def at_once(
     D: tl.constexpr,
     M: tl.constexpr,
     BN: tl.constexpr,
+    ALONE: tl.constexpr,
     FP32: tl.constexpr,
 ):
     """Attention to all rows of a memory, fused with the output at place and its lse m; the mass of the rows goes to
-    PART. Returns (lse, output)."""
+    PART, by the fused softmax or by that of the memory ALONE. Returns (lse, output)."""
     n = tl.arange(0, BN)
     k = rows_of(K, row, n < M, d, D, FP32, BN != M)
     v = rows_of(V, row, n < M, d, D, FP32, BN != M)
-    top, keep, p = weigh(q, k, (n < M)[None, :], m, scale, BN != M)
-    l = keep + tl.sum(p, 1)
-    share = 1 / l
-    p *= share[:, None]
+    if ALONE:
+        most, _, p = weigh(q, k, (n < M)[None, :], tl.full(m.shape, float("-inf"), tl.float32), scale, BN != M)
+        sums = tl.sum(p, 1)
+        p *= (1 / sums)[:, None]
+        if goes_on:
+            tl.store(PART + n, tl.sum(p, 0), mask=n < M)
+        top = tl.maximum(m, most)
+        keep, sums = tl.exp2(m - top), sums * tl.exp2(most - top)
+        l = keep + sums
+        share = 1 / l
+        p *= (sums * share)[:, None]
+    else:
+        top, keep, p = weigh(q, k, (n < M)[None, :], m, scale, BN != M)
+        l = keep + tl.sum(p, 1)
+        share = 1 / l
+        p *= share[:, None]
+        if goes_on:
+            tl.store(PART + n, tl.sum(p, 0), mask=n < M)
     weights = p.to(v.dtype)
-    if goes_on:
-        tl.store(PART + n, tl.sum(p, 0), mask=n < M)
     # not earlier, because registers hold p; and added last, so that nothing waits for it
     before = tl.load(place, mask=live[:, None], other=0.0)
     return top + tl.log2(l), tl.dot(weights, v, input_precision="ieee") + widen(before) * (keep * share)[:, None]
@@ -166,7 +179,7 @@ def give(
     K,
     POSITIONS,
     d,
-    fused,
+    lse,
     PART,
     scale,
     D: tl.constexpr,
@@ -175,12 +188,12 @@ def give(
     FP32: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """PART [M]: the mass of the queries on the rows of a memory, by the softmax whose lse is `fused`."""
+    """PART [M]: the mass of the queries on the rows of a memory, by the softmax with that lse [BM]."""
     key = tl.arange(0, BK)
     for n0 in tl.range(0, M, BK, num_stages=2 * STAGES - 1):
         row = entries(POSITIONS, n0 + key, M, M % BK != 0)
         k = rows_of(K, row, n0 + key < M, d, D, FP32, M % BK != 0)
-        s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - fused[None, :]
+        s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :]
         tl.store(PART + n0 + key, tl.sum(tl.exp2(s), 1), mask=n0 + key < M)
 
 
@@ -201,7 +214,8 @@ def to_memory(
     splits,
     H,
     G,
-    KV,
+    SETS,
+    EACH,
     q_b,
     q_t,
     q_h,
@@ -213,24 +227,25 @@ def to_memory(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    ALONE: tl.constexpr,
     FP32: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Phase 2 of the chunk that begins at token c0 of the call: OUT and LSE of phase 1 become those of both.
 
-    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, KV, M] are read. If another chunk follows, PART fp32 [B,
-    KV, splits, M] gets the mass of these BM queries on each key, by the fused softmax: split g · S / BM + tile of
-    queries. BN keys at a time: all M at once if BN holds them; otherwise the column sums take a second pass, of BK keys
-    at a time.
+    K, V [B, KV, ·, D]: the cache, of which POSITIONS int32 [B, SETS, M] are read; EACH query heads share a set. If
+    another chunk follows, PART fp32 [B, SETS, splits, M] gets the mass of these BM queries on each key, by the fused
+    softmax or by that of the memory ALONE: split (head of the set) · S / BM + tile of queries. BN keys at a time: all M
+    at once if BN holds them; otherwise the column sums take a second pass, of BK keys at a time.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     first, bh = c0 + tl.program_id(0) * BM, tl.program_id(1)
     b, h = (bh // H).to(tl.int64), bh % H
-    head, n = b * KV + h // G, tl.arange(0, BN)
-    POSITIONS += head * M
+    set_, n = b * SETS + h // EACH, tl.arange(0, BN)
+    POSITIONS += set_ * M
     if BN >= M:
         row = entries(POSITIONS, n, M, BN != M)  # loaded together with the length
     length = tl.load(LENGTHS + b) - start
@@ -245,19 +260,30 @@ def to_memory(
     # fuse(total, part): the running softmax continues from (m, l, o) = (lse, 1, out)
     m = tl.load(lse, mask=live, other=0.0)
     run = b * kv_b + (h // G).to(tl.int64) * kv_h
-    PART += (head * splits + h % G * (S // BM) + tl.program_id(0)) * M
+    PART += (set_ * splits + h % EACH * (S // BM) + tl.program_id(0)) * M
     if BN >= M:
-        fused, out = at_once(q, K + run, V + run, row, d, m, place, live, PART, goes_on, scale, D, M, BN, FP32)
+        fused, out = at_once(q, K + run, V + run, row, d, m, place, live, PART, goes_on, scale, D, M, BN, ALONE, FP32)
     else:
-        l, acc = tl.full((BM,), 1.0, tl.float32), widen(tl.load(place, mask=live[:, None], other=0.0))
+        before = m
+        if ALONE:
+            m, l = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
+            acc = tl.zeros((BM, D), tl.float32)
+        else:
+            l, acc = tl.full((BM,), 1.0, tl.float32), widen(tl.load(place, mask=live[:, None], other=0.0))
         for n0 in tl.range(0, M, BN, num_stages=2 * STAGES - 1):  # positions are loaded one tile further ahead
             row = entries(POSITIONS, n0 + n, M, M % BN != 0)
             k = rows_of(K + run, row, n0 + n < M, d, D, FP32, M % BN != 0)
             v = rows_of(V + run, row, n0 + n < M, d, D, FP32, M % BN != 0)
             m, l, acc = add_tile(q, k, v, (n0 + n < M)[None, :], m, l, acc, scale, M % BN != 0)
         fused, out = m + tl.log2(l), acc / l[:, None]
+        given = fused  # the lse of the softmax that gives the memory its mass
+        if ALONE:
+            top = tl.maximum(before, fused)
+            x, y = tl.exp2(before - top), tl.exp2(fused - top)
+            own = widen(tl.load(place, mask=live[:, None], other=0.0))
+            fused, out = top + tl.log2(x + y), (own * x[:, None] + out * y[:, None]) / (x + y)[:, None]
     tl.store(place, narrow(out, OUT.dtype.element_ty), mask=live[:, None])
     tl.store(lse, fused, mask=live)
     if BN < M:
         if goes_on:
-            give(q, K + run, POSITIONS, d, fused, PART, scale, D, M, BK, FP32, STAGES)
+            give(q, K + run, POSITIONS, d, given, PART, scale, D, M, BK, FP32, STAGES)

@@ -79,7 +79,7 @@ def chunk_mass(
 
 @triton.jit
 def of_group(GIVEN, T, there, G: tl.constexpr):
-    """The mass of keys from the G query heads of a group, summed in their order; GIVEN points at the first head's. 0
+    """The mass of keys from the G query heads of a set, summed in their order; GIVEN points at the first head's. 0
     where there is none."""
     total = tl.load(GIVEN, mask=there, other=0.0)
     for g in tl.static_range(1, G):
@@ -132,8 +132,8 @@ def choose(
     T,
     c0,
     position_next,
-    KV,
-    G: tl.constexpr,
+    SETS,
+    EACH: tl.constexpr,
     S: tl.constexpr,
     L: tl.constexpr,
     HEAVY: tl.constexpr,
@@ -142,26 +142,27 @@ def choose(
     C: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, KV, L + HEAVY], the next
-    `position_next` further on; and the chunk's part of MASS [B, KV, T], summed over the heads of GIVEN [B, KV · G, T].
+    """Memory after the chunk at c0, from the one before it: POSITIONS, SCORES [B, SETS, L + HEAVY], the
+    next `position_next` further on; and the chunk's part of MASS [B, SETS, T], summed over the EACH query heads of
+    GIVEN [B, SETS · EACH, T] that share a set.
 
-    A program handles the C ≥ PAST + S − L candidates of one KV head: PAST of the old memory (0: there is none), then
+    A program handles the C ≥ PAST + S − L candidates of one set: PAST of the old memory (0: there is none), then
     those of the chunk.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    bkv = tl.program_id(0)
-    b, M = (bkv // KV).to(tl.int64), L + HEAVY
+    one = tl.program_id(0)
+    b, M = (one // SETS).to(tl.int64), L + HEAVY
     # all loads are issued before the first wait
-    length, updates = tl.load(LENGTHS + b), tl.load(UPDATES + bkv)
-    POSITIONS, SCORES, PART = POSITIONS + bkv * M, SCORES + bkv * M, PART + bkv.to(tl.int64) * SPLITS * M
-    MASS, GIVEN = MASS + bkv.to(tl.int64) * T + c0, GIVEN + bkv.to(tl.int64) * G * T + c0
+    length, updates = tl.load(LENGTHS + b), tl.load(UPDATES + one)
+    POSITIONS, SCORES, PART = POSITIONS + one * M, SCORES + one * M, PART + one.to(tl.int64) * SPLITS * M
+    MASS, GIVEN = MASS + one.to(tl.int64) * T + c0, GIVEN + one.to(tl.int64) * EACH * T + c0
     j, near = tl.arange(0, C), S - L + tl.arange(0, C)
     past, new = j < PAST, (j >= PAST) & (j < PAST + S - L)
     position = tl.where(past, tl.load(POSITIONS + j, mask=past, other=0), (start + c0 - PAST + j).to(tl.int32))
     score = tl.load(SCORES + j, mask=past, other=0.0)
-    fresh, last = of_group(GIVEN + j - PAST, T, new, G), of_group(GIVEN + near, T, near < S, G)
+    fresh, last = of_group(GIVEN + j - PAST, T, new, EACH), of_group(GIVEN + near, T, near < S, EACH)
     part = tl.arange(0, 8)
     for split in tl.range(0, SPLITS if PAST else 0, 8, loop_unroll_factor=2 if SPLITS <= 16 else 1):
         there = (split + part < SPLITS)[:, None] & past[None, :]
@@ -178,4 +179,4 @@ def choose(
     tl.store(POSITIONS + HEAVY + local, (start + c0 + near).to(tl.int32), mask=near < S)
     tl.store(SCORES + HEAVY + local, last, mask=near < S)
     tl.store(MASS + near, last, mask=near < S)
-    tl.store(UPDATES + bkv, updates + 1)
+    tl.store(UPDATES + one, updates + 1)

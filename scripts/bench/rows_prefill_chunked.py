@@ -35,7 +35,7 @@ def rows(device: str) -> Iterator[Row]:
         peers[f"SDPA cuDNN, chunks of {DENSE_CHUNK}"] = partial(_merged_chunks, T, device)
         yield Row(
             "chunked_prefill",
-            f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy",
+            f"{T} tokens, chunk {c.chunk}, {c.local} local + {c.heavy} heavy{c.rule and ', ' + c.rule}",
             partial(_ours, T, c, device),
             T * 4 * (H + KV) * D,
             flops,
@@ -43,7 +43,17 @@ def rows(device: str) -> Iterator[Row]:
             peers,
             interleaved=True,
             beside=(Beside(FASTER[T]),) if T in FASTER else (),
-            facts=dict(tokens=T, heads=H, kv_heads=KV, head=D, chunk=c.chunk, local=c.local, heavy=c.heavy),
+            facts=dict(
+                tokens=T,
+                heads=H,
+                kv_heads=KV,
+                head=D,
+                chunk=c.chunk,
+                local=c.local,
+                heavy=c.heavy,
+                score=c.score,
+                sets=c.sets(H, KV),
+            ),
         )
 
 
@@ -61,7 +71,7 @@ def _inputs(T: int, i: int, device: str):
 
 def _ours(T: int, c: Chunking, device: str, i: int):
     arguments = PRODUCTION.drawn(LLAMA, i, device, tokens=T, chunking=c)
-    q, k, v = arguments[:3]
+    (q, k, v), sets = arguments[:3], c.sets(H, KV)
 
     def run():
         return chunked_prefill(*arguments, backend="triton")
@@ -73,9 +83,10 @@ def _ours(T: int, c: Chunking, device: str, i: int):
         for t in torch.linspace(0, T - 1, SAMPLED).long().tolist():
             chunk = t // c.chunk
             own = torch.arange(chunk * c.chunk, t + 1, device=device)
-            for head in range(KV):
-                seen = torch.cat((memory.positions[chunk, 0, head].long(), own)) if chunk else own
-                group = slice(head * (H // KV), (head + 1) * (H // KV))
+            for one in range(sets):
+                head = one * KV // sets
+                seen = torch.cat((memory.positions[chunk, 0, one].long(), own)) if chunk else own
+                group = slice(one * (H // sets), (one + 1) * (H // sets))
                 weights = (q[0, t, group].float() @ k[0, head, seen].float().T * D**-0.5).softmax(-1)
                 wanted.append(weights @ v[0, head, seen].float())
                 got.append(out[0, t, group].float())

@@ -1,5 +1,7 @@
 """Chunked sparse prefill, reference and Triton, against a dense softmax in fp64 under an explicit mask."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from tests.kernels.products import CUDA, DEVICE, distance, graphed, needs_gpu, p
 
 BACKENDS = ["reference", "triton", "triton, memory in a loop"]
 SMALL = Chunking(32, 8, 12)
+RULES = [dict(score=score, heads=heads) for score in ("fused", "memory") for heads in ("kv", "query")]
 CASES = {  # tokens, lengths, query heads, KV heads, columns, chunking
     "four chunks and a partial one": (150, [150], 4, 2, 16, SMALL),
     "whole chunks": (128, [128], 4, 2, 16, SMALL),
@@ -37,13 +40,15 @@ def inputs(case, seed=0, spread=1.0, dtype=torch.float32):
 
 
 def definition(q, k, v, n: int, c: Chunking, scale: float, sets=None):
-    """One row in fp64, by one softmax under a mask.
+    """One row in fp64, by one softmax under a mask: of both phases, and with score=memory another one of phase 2 alone.
 
     Returns (out [n, H, D], memory sets {chunk: [KV lists]}, scores of all that could be chosen {chunk: [KV dicts]}).
     sets: memory sets to follow, instead of those that the scores say; those returned are what the scores say after
     them.
     """
     q, k, v = q[:n].double(), k[:, :n].double(), v[:, :n].double()
+    if c.heads == "query":  # a model in which each query head has a KV head of its own
+        k, v = (x.repeat_interleave(q.shape[1] // len(x), 0) for x in (k, v))
     KV, G = k.shape[0], q.shape[1] // k.shape[0]
     logits = torch.einsum("tkgd,ksd->kgts", q.unflatten(1, (KV, G)), k) * scale
     t = torch.arange(n, device=q.device)
@@ -59,12 +64,10 @@ def definition(q, k, v, n: int, c: Chunking, scale: float, sets=None):
                 held.setdefault(first // c.chunk, []).append(score)
                 kept = sets[first // c.chunk][head] if sets else kept
                 seen[head, first:last, kept] = True
-                given = (
-                    logits[head, :, first:last]
-                    .masked_fill(~seen[head, first:last], float("-inf"))
-                    .softmax(-1)
-                    .sum((0, 1))
-                )
+                shared = seen[head, first:last].clone()
+                if c.score == "memory":
+                    shared[:, first:last] = False
+                given = logits[head, :, first:last].masked_fill(~shared, float("-inf")).softmax(-1).sum((0, 1))
                 score = {j: score[j] + given[j].item() for j in kept}
             score |= {j: within[head][j] for j in range(first, last)}
             older = sorted((j for j in score if j < last - c.local), key=lambda j: (-score[j], j))
@@ -109,9 +112,14 @@ def in_a_loop(monkeypatch):
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0], ids=["logits of a few", "logits of ±100"])
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_one_softmax_over_the_own_chunk_and_the_memory(run, name, spread):
-    case = CASES[name]
+@pytest.mark.parametrize(
+    "name,rule",
+    [(name, rule) for n, name in enumerate(CASES) for rule in (RULES if n in (0, 3, 6) else [RULES[0], RULES[n % 4]])],
+    ids=lambda v: v if isinstance(v, str) else "-".join(v.values()),
+)
+def test_it_is_one_softmax_over_the_own_chunk_and_the_memory(run, name, rule, spread):
+    *case, c = CASES[name]
+    case = (*case, replace(c, **rule))
     q, k, v, lengths = inputs(case, spread=spread)
     out, kept = run(q, k, v, lengths, case[-1])
     assert not out.isnan().any()
@@ -127,7 +135,7 @@ def test_it_is_one_softmax_over_the_own_chunk_and_the_memory(run, name, spread):
                 expected = torch.tensor([[score[j] for j in got] for got, score in zip(sets[i], held[i])]).double()
                 assert torch.allclose(kept.scores[i, b].double().cpu(), expected, rtol=2e-4)
             assert distance(out[b, :n], wanted) < (2e-6 if spread == 1 else 5e-5)
-        assert kept.updates[b].tolist() == [max(0, case[-1].chunks(n) - 1)] * case[3]
+        assert kept.updates[b].tolist() == [max(0, case[-1].chunks(n) - 1)] * case[-1].sets(*case[2:4])
         assert (
             kept.positions[max(1, case[-1].chunks(n)) :, b] == -1
         ).all()  # nothing is kept behind a row's last chunk
@@ -190,6 +198,43 @@ def test_a_query_hands_out_one_in_phase_one_and_its_share_in_phase_two(run):
     _, kept = run(same, k, v, lengths, Chunking(32, 8, 12))
     grown = (kept.scores[2, 0, 0] - kept.mass[0, 0][kept.positions[2, 0, 0].long()])[kept.positions[2, 0, 0] < 32]
     assert torch.allclose(grown, torch.full_like(grown, 2 * sum(1 / (20 + t + 1) for t in range(32))), rtol=1e-4)
+
+
+@pytest.mark.few(run=["reference", "triton"])
+@pytest.mark.parametrize("heads", ["kv", "query"])
+def test_with_scores_of_the_memory_alone_a_query_hands_out_one_in_each_phase(run, heads):
+    c = replace(SMALL, score="memory", heads=heads)
+    q, k, v, lengths = inputs((96, [96], 4, 2, 16, c), seed=5)
+    out, kept = run(q, k, v, lengths, c)
+    each = 4 // c.sets(4, 2)  # query heads of a set
+    every = Chunking(32, 0, 31, c.score, heads)  # so large that it keeps nearly all that phase 2 gave
+    _, most = run(q, k, v, lengths, every)
+    before, after = (dict(zip(*(t[i, 0, 0].tolist() for t in most[:2]))) for i in (1, 2))
+    grown = [after[p] - before[p] for p in before if p in after]
+    assert len(grown) > 8 and 0 < sum(grown) <= 32 * each + 1e-3
+    same, _ = run(q, k, v, lengths, replace(SMALL, heads=heads))
+    assert torch.equal(out[:, :32], same[:, :32])  # phase 1 knows no rule
+    memory = torch.zeros_like(q)  # every key of a query alike: 20 tokens of the memory share its 1
+    _, kept = run(memory, k, v, lengths, c)
+    old = kept.positions[2, 0, 0] < 32
+    grown = (kept.scores[2, 0, 0] - kept.mass[0, 0][kept.positions[2, 0, 0].long()])[old]
+    assert torch.allclose(grown, torch.full_like(grown, each * 32 / 20), rtol=1e-4)
+
+
+@pytest.mark.few(run=["triton"])
+def test_each_query_head_keeps_what_its_own_queries_ask_for(run):
+    """Heads of one group look at two different tokens of chunk 0; a memory of the group's alone must hold both."""
+    q, k, v, lengths = inputs((32 * 6, [32 * 6], 4, 2, 16, SMALL), seed=1)
+    one, other = torch.eye(16, device=DEVICE)[:2]
+    k[..., :2] = 0.0
+    q[:, :, 0::2] += 40 * one
+    q[:, :, 1::2] += 40 * other
+    k[:, :, 5] += 3 * one
+    k[:, :, 9] += 3 * other
+    _, kept = run(q, k, v, lengths, replace(SMALL, heavy=1, local=8, heads="query"))
+    assert kept.positions[-2, 0, :, 0].tolist() == [5, 9, 5, 9]
+    _, kept = run(q, k, v, lengths, replace(SMALL, heavy=2, local=8))
+    assert kept.positions[-2, 0, :, :2].tolist() == [[5, 9], [5, 9]]
 
 
 @pytest.mark.few(run=["triton"])
@@ -308,6 +353,12 @@ def test_what_is_refused(change, message):
         )
 
 
+@pytest.mark.parametrize("rule", [dict(score="both"), dict(heads="all")], ids=str)
+def test_rules_have_names(rule):
+    with pytest.raises(UnsupportedInput, match="is unknown; expected (fused or memory|kv or query)"):
+        Chunking(32, 8, 12, **rule)
+
+
 @pytest.mark.parametrize("sizes", [(32, 16, 16), (32, 40, 2), (32, -1, 4), (32, 0, 0)], ids=str)
 def test_memory_is_smaller_than_a_chunk(sizes):
     with pytest.raises(UnsupportedInput, match="less than the chunk"):
@@ -406,11 +457,15 @@ def test_where_a_memory_is_attended_to_at_once(monkeypatch):
         (28, 4, 128, 6500, Chunking(1024, 128, 383)),
         (14, 2, 64, 8292, Chunking(4096, 512, 1536)),
         (32, 8, 128, 4096, Chunking(1536, 100, 412)),
+        (32, 8, 128, 4096, Chunking(1024, 256, 256, "memory", "query")),
+        (28, 4, 128, 4000, Chunking(512, 64, 180, "memory", "query")),
+        (14, 2, 64, 4196, Chunking(512, 64, 180, "memory")),
+        (32, 8, 128, 6500, Chunking(1024, 256, 256, heads="query")),
     ],
     ids=str,
 )
 def test_production_shapes(H, KV, D, T, c):
-    lengths = torch.tensor([T, T - 700], device="cuda")
+    lengths, R = torch.tensor([T, T - 700], device="cuda"), c.sets(H, KV)
     q, k, v = (
         torch.randn(2, *s, device="cuda", dtype=torch.bfloat16) for s in ((T, H, D), (KV, T + 60, D), (KV, T + 60, D))
     )
@@ -420,20 +475,18 @@ def test_production_shapes(H, KV, D, T, c):
     out, kept = graphed(call)
     assert out.isfinite().all()
     for b, n in enumerate(lengths.tolist()):
-        for head in range(KV):  # each softmax by itself: the mask of all heads would not fit
-            one = slice(head * (H // KV), head * (H // KV) + 1)
-            sets = {i: kept.positions[i, b, head : head + 1].tolist() for i in range(1, c.chunks(n))}
-            wanted = definition(q[b, :, one], k[b, head : head + 1], v[b, head : head + 1], n, c, D**-0.5, sets)[0]
-            assert distance(out[b, :n, one], wanted) < 5e-3
+        for one in range(R):  # each softmax by itself: the mask of all heads would not fit
+            query, head = slice(one * (H // R), one * (H // R) + 1), one * KV // R
+            sets = {i: kept.positions[i, b, one : one + 1].tolist() for i in range(1, c.chunks(n))}
+            wanted = definition(q[b, :, query], k[b, head : head + 1], v[b, head : head + 1], n, c, D**-0.5, sets)[0]
+            assert distance(out[b, :n, query], wanted) < 5e-3
     wanted, theirs = chunked_prefill(q[:1], k[:1], v[:1], 0, lengths[:1], c, D**-0.5)
     assert torch.allclose(kept.mass[0], theirs.mass[0], rtol=1e-3)
     assert torch.allclose(*(memory.scores[1, 0].sort(-1).values for memory in (kept, theirs)), rtol=1e-3)
-    assert torch.equal(
-        kept.updates, torch.tensor([[c.chunks(T) - 1] * KV, [c.chunks(T - 700) - 1] * KV], device="cuda")
-    )
+    assert torch.equal(kept.updates, torch.tensor([[c.chunks(T) - 1] * R, [c.chunks(T - 700) - 1] * R], device="cuda"))
     for i in range(1, c.chunks(T)):
-        for head in range(KV):
-            assert best_by_its_own_scores(kept, i, 0, head, c)
+        for one in range(R):
+            assert best_by_its_own_scores(kept, i, 0, one, c)
     again = [call() for _ in range(20)]
     assert all(
         torch.equal(out, o) and torch.equal(kept.positions, m.positions) and torch.equal(kept.scores, m.scores)
