@@ -7,13 +7,18 @@ from dsv4.errors import InputError, brief
 
 
 class Kind(NamedTuple):
-    """How a value is read (ValueError if it cannot be), and what it is in words."""
+    """How a value is read (ValueError or KeyError if it cannot be), and what it is in words."""
 
     read: Callable[[str], object]
     words: str
 
 
 NUMBER, WHOLE, WORD = Kind(float, "a number"), Kind(int, "a whole number"), Kind(str, "a word")
+
+
+def one_of(*names: str) -> Kind:
+    """One of these words."""
+    return Kind(dict(zip(names, names)).__getitem__, " or ".join(names))
 
 
 def several(kind: Kind) -> Kind:
@@ -39,6 +44,6 @@ def named_values(option: str, text: str, known: Mapping[str, Kind], example: str
             )
         try:
             found[name] = known[name].read(value)
-        except ValueError:
+        except (ValueError, KeyError):
             raise InputError(f"{option} has {brief(part)!r}; expected {name}= and {known[name].words}") from None
     return found

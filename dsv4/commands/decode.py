@@ -85,7 +85,8 @@ def generate(
         str | None,
         typer.Option(
             help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last LOCAL and the "
-            "heaviest HEAVY tokens before it; decoding reads all.",
+            "heaviest HEAVY tokens before it; decoding reads all. Add ,score=memory to weigh the memory by its own "
+            "softmax (default: fused with the chunk's), ,heads=query for a memory of each query head (default: kv).",
             show_default=False,
         ),
     ] = None,

@@ -2,11 +2,11 @@
 
 from dsv4.kernels.chunked_prefill import reference
 from dsv4.kernels.chunked_prefill import triton as triton_kernels
-from dsv4.kernels.chunked_prefill.chunking import Chunking, Memory
+from dsv4.kernels.chunked_prefill.chunking import RULES, Chunking, Memory
 from dsv4.kernels.dispatch import Operation
 
 chunked_prefill = Operation(
     "chunked_prefill", {"reference": reference.chunked_prefill, "triton": triton_kernels.chunked_prefill}
 )
 
-__all__ = ["Chunking", "Memory", "chunked_prefill"]
+__all__ = ["RULES", "Chunking", "Memory", "chunked_prefill"]

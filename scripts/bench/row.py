@@ -17,7 +17,7 @@ Published kernels are matched to rows by `op`, and built at the row's shape from
 | `linear_fp4`, `linear_fp8`, `linear_bf16` | tokens, out, width (of the input) |
 | `mhc_post_pre_norm`, `mhc_pre_norm`, `mhc_post` | tokens |
 | `gqa_decode`, `gqa_gather` (its peers read everything) | batch, tokens, heads, kv_heads, width |
-| `chunked_prefill` (sparse, causal GQA) | tokens, heads, kv_heads, head, chunk, local, heavy, score, sets (memories of a row) |
+| `chunked_prefill` (sparse, causal GQA) | tokens, heads, kv_heads, head, chunk, local, heavy, score, sets |
 """
 
 from collections.abc import Callable

@@ -7,12 +7,12 @@ It shares no code with the model, the kernels or transformers; with the causal m
 
 import torch
 
-Mask = torch.Tensor  # bool [KV, T, T]
+Mask = torch.Tensor  # bool [KV, T, T] or [H, T, T]
 
 
 def forward(weights: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, mask) -> torch.Tensor:
-    """Logits fp64 [T, vocab] of ids [T]. mask(layer, q [H, T, D], k [KV, T, D]) → which keys each query of a KV head's
-    group reads."""
+    """Logits fp64 [T, vocab] of ids [T]. mask(layer, q [H, T, D], k [KV, T, D]) → which keys each query reads: of a KV
+    head's group [KV, T, T], or of a query head [H, T, T]."""
     w = {name: t.double() for name, t in weights.items()}
     H, KV, eps, T = config["num_attention_heads"], config["num_key_value_heads"], config["rms_norm_eps"], len(ids)
     D = config.get("head_dim", config["hidden_size"] // H)
@@ -36,7 +36,8 @@ def forward(weights: dict[str, torch.Tensor], config: dict, ids: torch.Tensor, m
         y = norm(x, f"{at}input_layernorm.weight")
         q, k, v = (mapped(y, f"self_attn.{n}_proj").view(T, -1, D).transpose(0, 1) for n in "qkv")
         q, k = turned(q), turned(k)
-        seen = mask(i, q, k).repeat_interleave(H // KV, 0)
+        seen = mask(i, q, k)
+        seen = seen.repeat_interleave(H // len(seen), 0)
         k, v = (t.repeat_interleave(H // KV, 0) for t in (k, v))
         p = (q @ k.transpose(1, 2) / D**0.5).masked_fill(~seen, float("-inf")).softmax(-1)
         x = x + mapped((p @ v).transpose(0, 1).reshape(T, -1), "self_attn.o_proj")
@@ -76,11 +77,13 @@ def kept_blocks(selector: str | None, block: int, sink: int, local: int, topk: i
     return mask
 
 
-def chunks(S: int, L: int, M: int, prompt: int):
+def chunks(S: int, L: int, M: int, prompt: int, score: str = "fused", heads: str = "kv"):
     """Queries before `prompt` read their chunk and a memory of M tokens, the last L among them; those from there on
     read everything."""
 
     def mask(layer, q, k):
+        if heads == "query":
+            k = k.repeat_interleave(len(q) // len(k), 0)
         KV, T, D = k.shape
         seen = causal(layer, q, k)
         logits = (q.view(KV, -1, T, D) @ k.transpose(1, 2).unsqueeze(1)) / D**0.5
@@ -96,8 +99,8 @@ def chunks(S: int, L: int, M: int, prompt: int):
                         p = one[first : t + 1].softmax(-1)
                         for s, given in zip(range(first, t + 1), p.tolist()):
                             fresh[s] += given
-                        both = [*memory, *range(first, t + 1)]
-                        p = one[both].softmax(-1)
+                        shared = [*memory, *(range(first, t + 1) if score == "fused" else ())]
+                        p = one[shared].softmax(-1)
                         for s, given in zip(list(memory), p.tolist()):
                             memory[s] += given
                 older = {s: v for s, v in (memory | fresh).items() if s < last - L}

@@ -32,6 +32,8 @@ def test_names_are_those_of_the_policies():
     assert attention_named(None) is None and attention_named("dense").plain
     got = attention_named("block-bound", 8192, True, "1K,128,384")
     assert (got.policy, got.termination, got.prefill) == (block_bounds(8192), Termination(), Chunking(1024, 128, 384))
+    rule = attention_named(None, prefill_chunks="1K,256,256, heads=query ,score=memory").prefill
+    assert rule == Chunking(1024, 256, 256, "memory", "query") and rule.rule == "score=memory,heads=query"
     assert attention_named("block-bound", "8K").policy == got.policy
     assert attention_named(None, terminate=True, rule=" patience = 2, , tau=1e-4").termination == Termination(
         tau=1e-4, patience=2
@@ -53,6 +55,9 @@ def test_names_are_those_of_the_policies():
         (("--prefill-chunks", "64"), "CHUNK,LOCAL,HEAVY"),
         (("--prefill-chunks", "64,32,32"), "less than the chunk"),
         (("--prefill-chunks", "a,2,3"), "not a size"),
+        (("--prefill-chunks", "64,8,8,score=best"), "expected score= and fused or memory"),
+        (("--prefill-chunks", "64,8,8,heads=kv,heads=query"), "at most once"),
+        (("--prefill-chunks", "64,8,8,12"), "expected each of score, heads"),
         (("--attention", "block-bound", "--attention-tokens", "many"), "--attention-tokens: 'many' is not"),
         (("--attention", "block-bound", "--attention-tokens", "0"), "from 512"),
         (("--terminate-rule", "tau=1"), "add --terminate"),

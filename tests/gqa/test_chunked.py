@@ -1,5 +1,7 @@
 """Prompts in chunks and a memory through a whole model: against an fp64 decoder with the memory's own masks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,6 +66,22 @@ def test_a_ragged_batch_of_prompts_and_what_follows(model, subject, rows, chunk)
         for b, n in enumerate(lengths):
             assert (step[b, 0] - want[b][n + t]).abs().max() < TOLERANCE
     assert cache.layers[0].last_memory.updates.shape == (4, 2)
+
+
+@pytest.mark.parametrize("score,heads", [("memory", "kv"), ("memory", "query"), ("fused", "query")])
+def test_the_other_rules_read_as_they_say(model, subject, rows, score, heads):
+    """In pieces, so that each memory is handed on; a cache that another rule has filled is used again."""
+    ids, usual = rows[0][0], rows[1][0]
+    want = masked.forward(
+        subject[1], CONFIG, ids, masked.chunks(CUT.chunk, CUT.local, CUT.memory, PROMPT, score, heads)
+    )
+    cache = model.new_cache(1, TOKENS)
+    model.append(ids[None, :PROMPT], cache, prompt=True)
+    cache.reset()
+    model.attention = Attention(prefill=replace(CUT, score=score, heads=heads))
+    got = model.append(ids[None, :PROMPT], cache, prompt=True, chunk=64)
+    assert (got[0] - want[:PROMPT]).abs().max() < TOLERANCE
+    assert (usual[:PROMPT] - want[:PROMPT]).abs().max() > 100 * TOLERANCE
 
 
 def test_prompts_may_come_in_appends_of_whole_chunks(model, rows):

@@ -102,7 +102,10 @@ def test_verdicts_are_printed_by_setting(report):
     )
     assert "chunks of 32, prose.txt: **met in 4, MISSED in 0** of 4" in said
     columns, cells = markdown.perplexity(found)
-    shown = {(row[0], row[3]): (row[columns.index(">loss")], row[columns.index("below 5 %")]) for row in cells}
+    shown = {
+        (row[0], row[columns.index(">context")]): (row[columns.index(">loss")], row[columns.index("below 5 %")])
+        for row in cells
+    }
     assert shown.pop(("64", "300")) == ("50.00 %", "**MISSED**") and set(shown.values()) == {("1.00 %", "met")}
 
 

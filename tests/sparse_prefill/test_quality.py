@@ -15,7 +15,7 @@ from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.text import read_text
 from dsv4.probes.measure.sparse_prefill import batch, document, mass, memory_use, needles, quality
 from dsv4.probes.measure.sparse_prefill.reading import WrongCount, check_updates, read
-from dsv4.probes.measure.sparse_prefill.settings import extremes, parse_cuts, settle
+from dsv4.probes.measure.sparse_prefill.settings import GRID, PUBLISHED, extremes, parse_cuts, settle
 
 CUT, T, TAIL = Chunking(64, 8, 24), 300, 40
 
@@ -240,9 +240,15 @@ def test_settings(gqa):
     assert found.contexts == (300, 400) == found.asked_contexts and len(found.cuts) == 4
     assert found.asked == (Chunking(64, 8, 8), Chunking(64, 8, 24), Chunking(128, 8, 8)) == extremes(found.cuts)
     assert parse_cuts("1K,128,384") == (Chunking(1024, 128, 384),)
+    rules = parse_cuts("64,8,24 64,8,24,score=memory 64,8,8 64,16,4,heads=query")
+    assert [cut.rule for cut in rules] == ["", "score=memory", "", "heads=query"] and set(extremes(rules)) == {
+        *rules[:3]
+    }
+    assert set(PUBLISHED) < set(GRID) and set(PUBLISHED) < set(extremes(GRID))
     for change, message in (
         (dict(cuts="64,8"), "CHUNK,LOCAL,HEAVY"),
         (dict(cuts="64,40,40"), "less than the chunk"),
+        (dict(cuts="64,8,8,score=both"), "expected score= and fused or memory"),
         (dict(cuts=" "), "is empty"),
         (dict(contexts=[160]), "more than a chunk and the tail"),
         (dict(contexts=[4096]), "max_position_embeddings, 2048"),

@@ -97,7 +97,7 @@ class LayerRows:
 
     far = ()  # rows in host memory
     ahead: Any = None  # guesses fetches for this layer: `dsv4.cache.host_tier.ahead.Ahead`
-    memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, KV, M]
+    memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, R, M]
     last_memory: Memory | None = None  # the whole result of its last call
 
     def staged(self, step: Step, policy: Policy):
@@ -147,7 +147,7 @@ class LayerRows:
         """Keep the end of a call's result for the step's rows."""
         self.last_memory, batch = memory, len(self.keys)
         ends = memory.positions[-1:], memory.scores[-1:], memory.updates
-        if self.memory is None or self.memory.positions.shape[-1] != memory.positions.shape[-1]:
+        if self.memory is None or self.memory.positions.shape[2:] != memory.positions.shape[2:]:
             positions, scores = (t.new_zeros(1, batch, *t.shape[2:]) for t in ends[:2])
             self.memory = Memory(
                 positions,

@@ -4,10 +4,10 @@ from dataclasses import asdict, dataclass
 
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import POLICIES, Policy, dense
-from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.chunked_prefill import RULES, Chunking
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.model.gqa.cache import BLOCK
-from dsv4.named_values import NUMBER, WHOLE, named_values
+from dsv4.named_values import NUMBER, WHOLE, named_values, one_of
 from dsv4.units import count_named, parse_count
 
 NAMES = {name.replace("+", "-"): make for name, make in POLICIES.items()}  # of the command line
@@ -16,6 +16,7 @@ NOT_GQA = (
     "--attention, --attention-tokens, --terminate, --terminate-rule and --prefill-chunks"
 )
 RULE = {"tau": NUMBER, "phi": NUMBER, "patience": WHOLE}  # the parameters of a termination that the command line sets
+CHUNKS = "CHUNK,LOCAL,HEAVY[,score=…][,heads=…], such as 1024,128,384 or 1024,256,256,score=memory,heads=query"
 TOKENS = 4096  # tokens that a policy keeps by default
 
 
@@ -68,10 +69,10 @@ def attention_named(
 ) -> Attention | None:
     """The `Attention` of the command line's options; None if none was given.
 
-    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks:
-    'CHUNK,LOCAL,HEAVY'; rule: of terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError for
-    what contradicts itself or is no such option, UnsupportedInput for chunks that are no such cut and for values that
-    no rule has.
+    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks: as
+    `chunking_named` takes it; rule: of terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError
+    for what contradicts itself or is no such option, UnsupportedInput for chunks that are no such cut and for values
+    that no rule has.
     """
     if name is None and tokens is None and not terminate and prefill_chunks is None and rule is None:
         return None
@@ -93,7 +94,9 @@ def attention_named(
         if terminate
         else None
     )
-    return Attention(policy, stops, None if prefill_chunks is None else _chunking(prefill_chunks))
+    return Attention(
+        policy, stops, None if prefill_chunks is None else chunking_named("--prefill-chunks", prefill_chunks)
+    )
 
 
 def _kept(name: str, tokens: int) -> Policy:
@@ -108,9 +111,13 @@ def _kept(name: str, tokens: int) -> Policy:
     return NAMES[name](tokens)
 
 
-def _chunking(text: str) -> Chunking:
-    """'1024,128,384' → Chunking(1024, 128, 384)."""
-    parts = text.split(",")
+def chunking_named(option: str, text: str) -> Chunking:
+    """'1K,256,256,score=memory' → Chunking(1024, 256, 256, score="memory"). option: its name on the command line.
+
+    Raises InputError for a text of another form, UnsupportedInput for a cut that cannot be.
+    """
+    *parts, rest = text.split(",", 3) if text.count(",") > 2 else (*text.split(","), "")
     if len(parts) != 3:
-        raise InputError(f"--prefill-chunks is {text!r}; expected CHUNK,LOCAL,HEAVY, such as 1024,128,384")
-    return Chunking(*map(parse_count, parts))
+        raise InputError(f"{option} has {text!r}; expected {CHUNKS}")
+    known = {name: one_of(*names) for name, names in RULES.items()}
+    return Chunking(*map(parse_count, parts), **named_values(option, rest, known, "score=memory,heads=query"))

@@ -5,6 +5,7 @@ import torch
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.probes.measure.base.text import Text
 from dsv4.probes.measure.sparse_prefill.reading import read
+from dsv4.probes.measure.sparse_prefill.settings import way
 
 TOLERANCE = 1e-3  # of logits, in fp32: sums over rows of other shapes round differently
 
@@ -34,9 +35,7 @@ def compared(model, cut: Chunking, text: Text, seed: int) -> dict:
             of += mine.numel()
     return {
         "lengths": lengths,
-        "chunk": cut.chunk,
-        "local": cut.local,
-        "heavy": cut.heavy,
+        **way(cut),
         "largest_difference": apart,
         "same_memory": same / of,
         "verdict": "met" if apart < TOLERANCE else "MISSED",

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from dataclasses import astuple
 
 import torch
 
@@ -136,7 +137,7 @@ def none(x: float) -> float | None:
 def quality_rows(found: Found) -> list[dict]:
     """A row a cut, context and text, then one of all texts (text null)."""
     rows = []
-    for cut, context in sorted(found.positions, key=lambda key: (key[0].chunk, key[0].local, key[0].heavy, key[1])):
+    for cut, context in sorted(found.positions, key=lambda key: (*astuple(key[0]), key[1])):
         of, ends = found.positions[cut, context], found.tails[cut, context]
         for text in [*of, None]:
             parts, tail = (each[text] if text else [p for some in each.values() for p in some] for each in (of, ends))

@@ -2,9 +2,11 @@
 
 import re
 
+from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
 from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, FOUND, Table, grouped, percent, table_of
 from dsv4.probes.measure.sparse_prefill.mass import KINDS
+from dsv4.probes.measure.sparse_prefill.settings import KEYS
 from dsv4.probes.report.markdown import escape
 
 REMARKS = """Everything is held against dense prefill of the same weights in the same numerics, teacher-forced. \
@@ -47,7 +49,10 @@ def render(document: dict, plots: dict[str, str]) -> str:
 
 
 def cut_of(row: dict) -> str:
-    return "dense" if row["chunk"] is None else f"{row['chunk']}: {row['local']} + {row['heavy']}"
+    if row["chunk"] is None:
+        return "dense"
+    rule = Chunking(**{key: row[key] for key in KEYS if key in row}).rule  # reports of before had one rule
+    return f"{row['chunk']}: {row['local']} + {row['heavy']}{rule and f', {rule}'}"
 
 
 def reading(document: dict) -> str:
@@ -91,6 +96,8 @@ def perplexity(document: dict, part: str | None = None) -> Table:
         (">chunk", "chunk"),
         (">L", "local"),
         (">H", "heavy"),
+        ("score", lambda r: r.get("score", "fused")),
+        ("heads", lambda r: r.get("heads", "kv")),
         CONTEXT,
         ("text", lambda r: r["text"] or "all"),
         (">positions", "positions", ","),

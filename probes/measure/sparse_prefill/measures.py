@@ -58,19 +58,18 @@ def kept_by_place(positions: torch.Tensor, tokens: int, width: int) -> torch.Ten
     return (counts[..., :bins].flatten(1, 2) * has.unsqueeze(-1)).sum(1) / has.sum(1, keepdim=True).clamp(min=1)
 
 
-def memory_bytes(batch: int, tokens: int, kv_heads: int, chunking: Chunking) -> int:
-    """Bytes of the `Memory` of one call: sets and scores 8·(n + 1)·B·KV·M, masses 4·B·KV·T, updates 8·B·KV."""
-    each = batch * kv_heads
+def memory_bytes(batch: int, tokens: int, sets: int, chunking: Chunking) -> int:
+    """Bytes of the `Memory` of one call: positions and scores 8·(n + 1)·B·R·M, masses 4·B·R·T, updates 8·B·R.
+    sets: R, `Chunking.sets`."""
+    each = batch * sets
     return 8 * (chunking.chunks(tokens) + 1) * each * chunking.memory + 4 * each * tokens + 8 * each
 
 
-def extra_bytes(batch: int, tokens: int, heads: int, kv_heads: int, chunking: Chunking, splits: int) -> int:
+def extra_bytes(batch: int, tokens: int, heads: int, sets: int, chunking: Chunking, splits: int) -> int:
     """Bytes that one call takes beyond what dense attention does (its output, and fp32 lse of each query and head):
-    `memory_bytes`, and partial sums, 4·B·H·T of phase 1 and 4·B·KV·splits·M of phase 2. splits: parts of the column
+    `memory_bytes`, and partial sums, 4·B·H·T of phase 1 and 4·B·R·splits·M of phase 2. splits: parts of the column
     sums of a memory."""
-    return memory_bytes(batch, tokens, kv_heads, chunking) + 4 * batch * (
-        heads * tokens + kv_heads * splits * chunking.memory
-    )
+    return memory_bytes(batch, tokens, sets, chunking) + 4 * batch * (heads * tokens + sets * splits * chunking.memory)
 
 
 def dense_bytes(batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:

@@ -8,6 +8,7 @@ from dsv4.kernels.chunked_prefill.triton import splits, tiles
 from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.sparse_prefill.measures import dense_bytes, extra_bytes, memory_bytes
 from dsv4.probes.measure.sparse_prefill.reading import cut_by
+from dsv4.probes.measure.sparse_prefill.settings import way
 
 GOAL = 0.05  # of the dense call, at most
 ASSUMED = (9, 0)  # capability that the formula's tiles are of: an H100's
@@ -22,20 +23,23 @@ def rows(
     heads, kv, D, itemsize = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 2  # bf16
     layers = sum(window is None for window in c.windows)
     for cut in cuts:
-        parts = splits(tiles(False, D, cut, ASSUMED), cut, heads // kv)
-        if cut in held and layers * memory_bytes(1, held[cut][0], kv, cut) != held[cut][1]:
+        sets = cut.sets(heads, kv)
+        parts = splits(tiles(False, D, cut, ASSUMED), cut, heads // sets)
+        if cut in held and layers * memory_bytes(1, held[cut][0], sets, cut) != held[cut][1]:
             raise ValueError(
-                f"the formula says {layers * memory_bytes(1, held[cut][0], kv, cut)} bytes, and {held[cut][1]} are held"
+                f"the formula says {layers * memory_bytes(1, held[cut][0], sets, cut)} bytes, and {held[cut][1]} are "
+                "held"
             )
         for tokens in contexts:
-            more, dense = extra_bytes(1, tokens, heads, kv, cut, parts), dense_bytes(1, tokens, heads, kv, D, itemsize)
-            kept = layers * memory_bytes(1, tokens, kv, cut)
+            more, dense = (
+                extra_bytes(1, tokens, heads, sets, cut, parts),
+                dense_bytes(1, tokens, heads, kv, D, itemsize),
+            )
+            kept = layers * memory_bytes(1, tokens, sets, cut)
             peak = measured(model, cut, tokens)
             found.append(
-                {
-                    "chunk": cut.chunk,
-                    "local": cut.local,
-                    "heavy": cut.heavy,
+                way(cut)
+                | {
                     "context": tokens,
                     "call_extra": more,
                     "call_dense": dense,
@@ -55,8 +59,8 @@ def measured(model: CausalLM, cut: Chunking, tokens: int) -> dict | None:
     if model.device.type != "cuda":
         return None
     found, ids = {}, torch.zeros(1, tokens, dtype=torch.int64, device=model.device)
-    for name, way in (("dense", None), ("sparse", cut)):
-        with cut_by(model, way):
+    for name, how in (("dense", None), ("sparse", cut)):
+        with cut_by(model, how):
             cache = model.new_cache(1, tokens)
             for _ in range(2):  # the first call compiles
                 cache.reset()

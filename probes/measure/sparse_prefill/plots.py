@@ -1,5 +1,8 @@
 """The figures as SVG documents; dsv4.probes.measure.base.plots says whether they can be drawn."""
 
+from dataclasses import astuple
+from itertools import cycle
+
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
@@ -7,7 +10,7 @@ from dsv4.probes.measure.base.plots import canvas, legend, logarithmic, needle_m
 from dsv4.probes.measure.sparse_prefill.markdown import cut_of
 from dsv4.probes.measure.sparse_prefill.mass import KINDS
 from dsv4.probes.measure.sparse_prefill.quality import GOAL
-from dsv4.probes.measure.sparse_prefill.settings import extremes
+from dsv4.probes.measure.sparse_prefill.settings import KEYS, extremes
 
 LABELS = {
     "own": "own chunk alone",
@@ -22,7 +25,7 @@ LABELS = {
 def draw(document: dict, maps: dict[str, dict[int, torch.Tensor]]) -> dict[str, str]:
     """Title → SVG document; the same bytes for the same figures. maps: cut → layer → what `kept_by_place` gives."""
     cuts = tuple(Chunking(*key) for key in dict.fromkeys(map(key_of, document["rows"])))
-    shown = [(c.chunk, c.local, c.heavy) for c in extremes(cuts)]
+    shown = [astuple(c) for c in extremes(cuts)]
     found = {
         "Perplexity": perplexity(document["rows"]),
         "By chunk": by_chunk(document, shown),
@@ -37,7 +40,7 @@ def draw(document: dict, maps: dict[str, dict[int, torch.Tensor]]) -> dict[str, 
 
 
 def key_of(row: dict) -> tuple:
-    return row["chunk"], row["local"], row["heavy"]
+    return tuple(row[key] for key in KEYS)
 
 
 def perplexity(rows: list[dict]) -> str:
@@ -48,8 +51,9 @@ def perplexity(rows: list[dict]) -> str:
     for axis, chunk in zip([axes] if len(chunks) == 1 else axes, chunks):
         of = [r for r in rows if r["chunk"] == chunk]
         for n, context in enumerate(dict.fromkeys(r["context"] for r in of)):
-            for style, local in zip(("o-", "x--", "+:", "^-."), dict.fromkeys(r["local"] for r in of)):
-                line = [r for r in of if (r["context"], r["local"]) == (context, local)]
+            ways = dict.fromkeys((r["local"], r["score"], r["heads"]) for r in of)
+            for style, (local, *rule) in zip(cycle(("o-", "x--", "+:", "^-.", "s-", "d--")), ways):
+                line = [r for r in of if (r["context"], r["local"], r["score"], r["heads"]) == (context, local, *rule)]
                 down, up = (
                     [100 * abs((r["loss"] if r[k] is None else r[k]) - r["loss"]) for r in line]
                     for k in ("loss_low", "loss_high")
@@ -63,7 +67,7 @@ def perplexity(rows: list[dict]) -> str:
                     ms=4,
                     capsize=2,
                     lw=1,
-                    label=f"{context:,} tokens, {local} local",
+                    label=f"{context:,} tokens, {local} local, {' '.join(rule)}",
                 )
         axis.axhline(100 * GOAL, color="0.4", lw=0.8, ls="--")
         axis.set_title(f"perplexity lost, %, chunks of {chunk} (goal: below the dashed line)", fontsize=8)

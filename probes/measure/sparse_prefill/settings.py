@@ -1,7 +1,8 @@
 """What is read, in which chunks, and how much is asked."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
@@ -11,13 +12,17 @@ import numpy as np
 from dsv4.errors import InputError
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.model.gqa.choice import CHUNKS, chunking_named
 from dsv4.probes.measure.base import settings as base
 from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.text import Text
-from dsv4.units import parse_count
 
 SOURCES = ("dsv4", "dsv4.kernels", "dsv4.loaders", "dsv4.probes")
-GRID = {512: ((64, 128), (64, 192, 320)), 1024: ((128, 256), (128, 384, 704))}  # chunk: locals, heavies
+KEYS = tuple(field.name for field in fields(Chunking))
+# the published cut, by the default rule and by the published one
+PUBLISHED = Chunking(1024, 256, 256), Chunking(1024, 256, 256, score="memory", heads="query")
+SIZES = {512: ((64, 128), (64, 192, 320)), 1024: ((128, 256), (128, 384, 704))}  # chunk: locals, heavies
+GRID = *(Chunking(S, L, H) for S, (ls, hs) in SIZES.items() for L in ls for H in hs), *PUBLISHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +64,7 @@ def settle(
             "sparse prefill is of GQA models with layers that attend to everything; this checkpoint has none such"
         )
     most = model.config.max_position_embeddings
-    chosen = (
-        parse_cuts(cuts)
-        if cuts is not None
-        else tuple(Chunking(S, L, H) for S, (ls, hs) in GRID.items() for L in ls for H in hs)
-    )
+    chosen = parse_cuts(cuts) if cuts is not None else GRID
     contexts = base.ascending(contexts, (4096, 8192, 16384), most)
     tail, needles, in_prompt = (given[name] for name in ("tail", "needles", "in_prompt"))
     asked = tuple(sorted(set(asked_contexts or (contexts[0], contexts[-1])))) if needles else ()
@@ -80,31 +81,27 @@ def settle(
 
 
 def parse_cuts(text: str) -> tuple[Chunking, ...]:
-    """'512,64,192 1024,128,384' → cuts, each once. Raises InputError."""
+    """'512,64,192 1024,256,256,score=memory' → cuts, each once. Raises InputError."""
     found = []
     for word in text.split():
-        parts = word.split(",")
-        if len(parts) != 3:
-            raise InputError(
-                f"--cuts has {word!r}; expected CHUNK,LOCAL,HEAVY, separated by spaces, such as '512,64,192 "
-                "1024,128,384'"
-            )
         try:
-            found.append(Chunking(*map(parse_count, parts)))
+            found.append(chunking_named("--cuts", word))
         except UnsupportedInput as error:
             raise InputError(f"--cuts has {word!r}: {error}") from None
     if not found:
-        raise InputError("--cuts is empty; expected CHUNK,LOCAL,HEAVY, such as 1024,128,384")
+        raise InputError(f"--cuts is empty; expected, separated by spaces, {CHUNKS}")
     return tuple(dict.fromkeys(found))
 
 
 def extremes(cuts: tuple[Chunking, ...]) -> tuple[Chunking, ...]:
-    """Of each chunk size the cut with the least and the one with the most memory."""
+    """Of each chunk size the cut with the least and the one with the most memory, and those that differ from another
+    in their rule alone; the published cut is always among them."""
     found: dict[Chunking, None] = {}
     for S in dict.fromkeys(c.chunk for c in cuts):
         of = sorted((c for c in cuts if c.chunk == S), key=lambda c: c.memory)
         found |= {of[0]: None, of[-1]: None}
-    return tuple(found)
+    sizes = Counter((c.chunk, c.local, c.heavy) for c in cuts)
+    return (*found, *(c for c in cuts if c not in found and (c in PUBLISHED or sizes[c.chunk, c.local, c.heavy] > 1)))
 
 
 def texts(prose: Text, alone: bool) -> list[Text]:
@@ -125,9 +122,9 @@ def source_files() -> list[Path]:
 
 
 def name(cut: Chunking) -> str:
-    return f"chunk {cut.chunk}, {cut.local} local + {cut.heavy} heavy"
+    return f"chunk {cut.chunk}, {cut.local} local + {cut.heavy} heavy{cut.rule and f', {cut.rule}'}"
 
 
 def way(cut: Chunking | None) -> dict:
     """The columns that say how a prompt was read, null for dense."""
-    return {"chunk": cut and cut.chunk, "local": cut and cut.local, "heavy": cut and cut.heavy}
+    return {key: getattr(cut, key, None) for key in KEYS}
