@@ -4,11 +4,12 @@ chunked_prefill.md."""
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 
-from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.chunked_prefill import RULES, Chunking
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.model.gqa.choice import Attention
 from dsv4.probes.compare import agreeing, limit_of, token_errors, tokens
@@ -21,7 +22,8 @@ from dsv4.probes.scenes.gqa.steps import Call, Tally, Watched, full_layers, out_
 from dsv4.probes.scenes.patching import kept
 from dsv4.probes.subject import Subject
 
-CUT = Chunking(32, 8, 12)
+CUTS = [Chunking(32, 8, 12, score, heads) for heads in RULES["heads"] for score in RULES["score"]]
+CUT = CUTS[0]
 # the last chunk partial, whole, the only one; several calls; tokens decoded afterwards
 LENGTHS, MORE, PIECE = [189, 96, 31, 128], 3, 64
 RULE = "the definition in float64, from the keys of the cache and the memory that the chunk was given"
@@ -44,7 +46,7 @@ class ChunkedPrefill(Probe):
         checks = []
         with kept(model, "attention"):
             for what, make in (
-                ("a prompt runs", self._model),
+                *((f"a prompt runs {cut.rule}".strip(), partial(self._model, cut=cut)) for cut in CUTS),
                 ("the future", self._future),
                 ("one chunk", self._one),
                 ("extreme logits", self._extreme),
@@ -55,9 +57,10 @@ class ChunkedPrefill(Probe):
 
     # ---- the model ------------------------------------------------------------------------
 
-    def _model(self, subject: Subject) -> Iterator[Check]:
+    def _model(self, subject: Subject, cut: Chunking) -> Iterator[Check]:
+        """All checks of the default rule, and of the others those of what is attended to and kept."""
         model, ids = subject.model, tokens(subject, max(LENGTHS) + MORE, self.seed, rows=len(LENGTHS))
-        model.attention, tally, limit = Attention(prefill=CUT), defaultdict(Tally), limit_of(subject)[0]
+        model.attention, tally, limit = Attention(prefill=cut), defaultdict(Tally), limit_of(subject)[0]
         cache = poisoned(model, len(LENGTHS), max(LENGTHS) + MORE)
         with Watched(model, "chunked_prefill", "grouped_attention") as watched:
             model.append(ids[:, : max(LENGTHS)], cache, n_new=LENGTHS, logits="none", prompt=True, chunk=PIECE)
@@ -68,9 +71,10 @@ class ChunkedPrefill(Probe):
                 tally["calls"].see(int(len(mine) != -(-max(LENGTHS) // PIECE)), 1, f"layer {i}")
                 if mine:
                     Walk(mine, rows.keys, rows.values, LENGTHS, f"layer {i}", limit).judge(tally)
-            yield from walked(subject, tally)
-            yield self._positions(subject, ids, cache, limit)
-            yield from self._decode(subject, ids, cache, watched, limit)
+            yield from walked(subject, tally, cut)
+            if not cut.rule:
+                yield self._positions(subject, ids, cache, limit)
+                yield from self._decode(subject, ids, cache, watched, limit)
 
     def _positions(self, subject: Subject, ids: torch.Tensor, cache, limit: float) -> Check:
         """Keys of layer 0, which depend on no attention: rotated by the positions of tokens in the text."""
@@ -242,32 +246,36 @@ def played(subject: Subject, q, k, v, scale: float, where: str, limit: float) ->
     return tally
 
 
-def walked(subject: Subject, tally: dict[str, Tally]) -> Iterator[Check]:
+def walked(subject: Subject, tally: dict[str, Tally], cut: Chunking) -> Iterator[Check]:
     """The checks of a model's prompts."""
-    part = "chunked prefill, "
+    part, where = "chunked prefill, ", cut.rule
     yield tally["calls"].counted(
-        "layers that were not read in as many pieces", f"{part}pieces", "every layer without a window", ""
+        "layers that were not read in as many pieces", f"{part}pieces", "every layer without a window", where
     )
-    yield tally["first chunk"].near("the first chunk is causal attention to itself", f"{part}first chunk", subject, "")
-    yield tally["fusion"].near("a chunk and its memory are one softmax", f"{part}fusion", subject, "")
+    yield tally["first chunk"].near(
+        "the first chunk is causal attention to itself", f"{part}first chunk", subject, where
+    )
+    yield tally["fusion"].near("a chunk and its memory are one softmax", f"{part}fusion", subject, where)
     yield tally["handed on"].counted(
         "chunks that were given another memory than was kept",
         f"{part}memory handed on",
         "what the chunk before kept",
-        "",
+        where,
     )
     yield tally["size"].counted(
-        "memories with a token twice, or not L + H", f"{part}memory, overlap", "|M| = L + H", ""
+        "memories with a token twice, or not L + H", f"{part}memory, overlap", "|M| = L + H", where
     )
-    yield tally["sorted"].counted("memories that are not ascending", f"{part}memory, order", RULE, "")
-    yield tally["local"].counted("memories without one of the last L tokens", f"{part}memory, local tokens", RULE, "")
+    yield tally["sorted"].counted("memories that are not ascending", f"{part}memory, order", RULE, where)
+    yield tally["local"].counted(
+        "memories without one of the last L tokens", f"{part}memory, local tokens", RULE, where
+    )
     yield tally["positions"].counted(
-        "memories with tokens that were not to be chosen from", f"{part}memory, positions", RULE, ""
+        "memories with tokens that were not to be chosen from", f"{part}memory, positions", RULE, where
     )
     yield tally["heavy"].counted(
-        "memories of other tokens than the heaviest", f"{part}heavy tokens", RULE, "", chance=tally["heavy"].chance
+        "memories of other tokens than the heaviest", f"{part}heavy tokens", RULE, where, chance=tally["heavy"].chance
     )
-    yield _heads(tally["heads"])
+    yield _heads(tally["heads"], cut)
     scores = tally["scores"]
     cause = scores.cause
     value = torch.cat(scores.errors).max().item() if scores.errors else None
@@ -278,30 +286,34 @@ def walked(subject: Subject, tally: dict[str, Tally]) -> Iterator[Check]:
         2 * limit_of(subject)[0],
         f"twice the limit of {subject.numerics}: sums of two phases",
         scores.samples,
+        where=where,
         found=scores.first,
         part=f"{part}column sums" + (f", {cause}" if cause else ""),
     )
-    yield tally["fall"].counted("scores that fell", f"{part}scores fall", "what a query gave is not taken back", "")
+    yield tally["fall"].counted("scores that fell", f"{part}scores fall", "what a query gave is not taken back", where)
     yield tally["updates"].counted(
-        "rows whose memory was chosen another number of times than chunks − 1", f"{part}updates", "chunks − 1", ""
+        "rows whose memory was chosen another number of times than chunks − 1", f"{part}updates", "chunks − 1", where
     )
 
 
-def _heads(tally: Tally) -> Check:
-    """All heads may agree once; if they always do, the choice is over all heads."""
+def _heads(tally: Tally, cut: Chunking) -> Check:
+    """All heads may agree once; if they always do, the choice is over all heads (of a group)."""
+    each = "query head of a group" if cut.heads == "query" else "KV head"
     if not tally.samples:
         return vacuous(
-            "KV heads keep tokens of their own",
-            "there is one KV head",
+            f"each {each} keeps tokens of its own",
+            f"there is one {each}",
+            where=cut.rule,
             part="chunked prefill, heavy tokens of each head",
         )
     return compare(
-        "share of memories that are the same for every KV head",
+        f"share of memories that are the same for every {each}",
         tally.wrong / tally.samples,
         "<=",
         0.5,
         "heads choose by their own scores",
         tally.samples,
+        where=cut.rule,
         found=tally.first,
         part="chunked prefill, heavy tokens of each head",
         chance=1.0,

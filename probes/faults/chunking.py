@@ -82,11 +82,11 @@ def last_partial_chunk_without_memory(site: Site) -> None:
     """A chunk that is not whole is attended to alone."""
 
     def alone(real):
-        def attend(q, keys, values, first, past, scale):
+        def attend(q, keys, values, first, past, scale, chunking):
             if len(q) == 32 or not first:
-                return real(q, keys, values, first, past, scale)
+                return real(q, keys, values, first, past, scale, chunking)
             s = slice(first, first + len(q))
-            out, mass, _ = real(q, keys[:, s], values[:, s], 0, past, scale)
+            out, mass, _ = real(q, keys[:, s], values[:, s], 0, past._replace(scores=0), scale, chunking)
             return out, mass, past.scores
 
         return attend
@@ -109,58 +109,37 @@ def column_sums_before_normalisation(site: Site) -> None:
     rewritten(site, "column_sums", lambda real: lambda s, total: torch.exp(s - total.m.unsqueeze(-1)).sum((1, 2)))
 
 
-def phases(site: Site, change: Callable) -> None:
-    """What a chunk gives its keys and its memory is change(own logits, own Partial, far logits, far Partial): two
-    tensors."""
-
-    def chunk(real):
-        def attend(q, keys, values, first, past, scale):
-            out, mass, scores = real(q, keys, values, first, past, scale)
-            if not first:
-                return out, mass, scores
-            (n, H, D), KV = q.shape, len(keys)
-            mine, here = q.float().view(n, KV, -1, D).permute(1, 2, 0, 3), slice(first, first + n)
-            rows = past.positions.long().unsqueeze(-1).expand(-1, -1, D)
-            own = reference.attend(
-                mine,
-                keys[:, None, here].float(),
-                values[:, None, here].float(),
-                scale,
-                torch.ones(n, n, dtype=torch.bool, device=q.device).tril(),
-            )
-            far = reference.attend(mine, *(t.gather(1, rows).unsqueeze(1).float() for t in (keys, values)), scale)
-            mass, more = change(*own, *far)
-            return out, mass, past.scores + more
-
-        return attend
-
-    rewritten(site, "attend_chunk", chunk)
-
-
 @mutation("1.17", bugs=(), parts=("column sums, phase 1 by the fused softmax",), **CHUNKS)
 def first_scores_by_the_fused_softmax(site: Site) -> None:
     """What phase 1 gives is taken after phase 2 has widened the softmax."""
 
-    def change(s, own, t, far):
-        total = reference.fuse(own, far)
-        return reference.column_sums(s, total), reference.column_sums(t, total)
+    def widened(s, own, t, far, total, score):
+        return reference.column_sums(s, total), reference.column_sums(t, far if score == "memory" else total)
 
-    phases(site, change)
+    rewritten(site, "given", lambda real: widened)
 
 
 @mutation("1.17", bugs=(), parts=("column sums, phase 2 by its own softmax",), **CHUNKS)
-def memory_scores_by_their_own_softmax(site: Site) -> None:
-    """What phase 2 gives is divided by the memory's sum alone: each query gives the memory as much as the chunk."""
-    phases(site, lambda s, own, t, far: (reference.column_sums(s, own), reference.column_sums(t, far)))
+def scores_of_the_memory_alone_where_the_fused_were_asked_for(site: Site) -> None:
+    """score=memory, the published rule, is computed for score=fused too: each query gives the memory as much as the
+    chunk."""
+    rewritten(site, "given", lambda real: lambda *given: real(*given[:-1], "memory"))
+
+
+@mutation("1.17", bugs=(), parts=("column sums, phase 2 by the fused softmax",), **CHUNKS)
+def fused_scores_where_those_of_the_memory_alone_were_asked_for(site: Site) -> None:
+    """score=fused is computed for score=memory too: a query gives the memory its real mass, and not 1."""
+    rewritten(site, "given", lambda real: lambda *given: real(*given[:-1], "fused"))
 
 
 @mutation("1.17", bugs=(), parts=("column sums, phase 2 not added",), **CHUNKS)
 def memory_scores_never_grow(site: Site) -> None:
     """Tokens keep the score of their own chunk, whatever later chunks give them."""
-    phases(
-        site,
-        lambda s, own, t, far: (reference.column_sums(s, own), torch.zeros(t.shape[0], t.shape[-1], device=t.device)),
-    )
+
+    def first_alone(real):
+        return lambda *given: (mass := real(*given))[:1] + (torch.zeros_like(mass[1]),)
+
+    rewritten(site, "given", first_alone)
 
 
 @mutation("1.17", bugs=(), parts=("scores fall",), **CHUNKS)
@@ -206,6 +185,39 @@ def heavy_tokens_over_all_heads(site: Site) -> None:
         return select
 
     rewritten(site, "select", shared)
+
+
+@mutation("1.17", bugs=(), parts=("heavy tokens of each head",), **CHUNKS)
+def query_heads_share_the_heavy_tokens_of_their_group(site: Site) -> None:
+    """Where each query head was to choose by its own scores (heads=query), those of the group are summed first."""
+
+    def shared(real):
+        def select(positions, scores, heavy):
+            if len(scores) < 6:  # the profile has 6 query heads, in groups of 3
+                return real(positions, scores, heavy)
+            of_group = scores.view(-1, 3, scores.shape[-1]).sum(1).repeat_interleave(3, 0)
+            best = of_group.sort(descending=True, stable=True).indices[:, :heavy].sort().values
+            return positions.gather(1, best), scores.gather(1, best)
+
+        return select
+
+    rewritten(site, "select", shared)
+
+
+@mutation("1.17", bugs=(), parts=("chunked prefill, fusion",), **CHUNKS)
+def query_heads_attend_to_their_neighbours_memory(site: Site) -> None:
+    """With heads=query, a head attends to the memory that the head before it in the group keeps."""
+
+    def turned(real):
+        def attend(q, keys, values, first, past, scale, chunking):
+            if not first or chunking.heads != "query":
+                return real(q, keys, values, first, past, scale, chunking)
+            places = past.positions.unflatten(0, (len(keys), -1)).roll(1, 1).flatten(0, 1)
+            return real(q, keys, values, first, past._replace(positions=places), scale, chunking)
+
+        return attend
+
+    rewritten(site, "attend_chunk", turned)
 
 
 @mutation("1.17", bugs=(), parts=("survival",), **CHUNKS)

@@ -1,4 +1,5 @@
-"""Two-phase chunked prefill in float64, one chunk of one KV head at a time."""
+"""Two-phase chunked prefill in float64, one chunk of one memory at a time: of a KV head and its G query heads, or of
+one query head (G = 1)."""
 
 import torch
 
@@ -25,8 +26,11 @@ def own_mass(own: torch.Tensor) -> torch.Tensor:
     return torch.softmax(own, -1).sum((0, 1))
 
 
-def far_mass(own: torch.Tensor, far: torch.Tensor) -> torch.Tensor:
-    """What phase 2 gives the memory: column sums of the fused softmax: [M]."""
+def far_mass(own: torch.Tensor, far: torch.Tensor, score: str) -> torch.Tensor:
+    """What phase 2 gives the memory: column sums of the softmax over both (score "fused") or over the memory alone
+    ("memory"): [M]."""
+    if score == "memory":
+        return torch.softmax(far, -1).sum((0, 1))
     return torch.softmax(torch.cat((own, far), -1), -1)[..., own.shape[-1] :].sum((0, 1))
 
 

@@ -12,8 +12,9 @@ from dsv4.probes.scenes.gqa.steps import Call, Tally
 
 @dataclass(frozen=True)
 class Chunk:
-    """Chunk i of one row and KV head, of n tokens from `first` on. own, far: logits [G, n, n], and [G, n, M] of the
-    memory it was given (None: it had none); values and far_values; out [G, n, D]: what the layer gave; float64."""
+    """Chunk i of one row and memory, of n tokens from `first` on, and of the G query heads that share the memory. own,
+    far: logits [G, n, n], and [G, n, M] of the memory it was given (None: it had none); values and far_values; out [G,
+    n, D]: what the layer gave; float64."""
 
     first: int
     own: torch.Tensor
@@ -33,48 +34,53 @@ class Walk:
         self.calls, self.lengths, self.where, self.limit = calls, lengths, where, limit
         self.chunking: Chunking = calls[0].given[5]
         self.keys, self.values = (t.double().cpu() for t in (keys, values))
+        self.heads = calls[0].given[0].shape[2]
+        self.sets = self.chunking.sets(self.heads, self.keys.shape[1])
 
     def judge(self, tally: dict[str, Tally]) -> None:
-        KV = self.keys.shape[1]
+        R = self.sets
         for b, length in enumerate(self.lengths):
-            heads = [self._head(tally, b, kv, length) for kv in range(KV)]
-            self._apart(tally, heads, f"{self.where}, row {b}")
+            found = [self._set(tally, b, r, length) for r in range(R)]
+            alike = R // self.keys.shape[1] if self.chunking.heads == "query" else R  # that a mistake makes alike
+            for first in range(0, R, alike):
+                self._apart(tally, found[first : first + alike], f"{self.where}, row {b}")
         for b, length in enumerate(self.lengths):
             last = next(c for c in reversed(self.calls) if c.given[3] < length)
             told = int(last.given[4][b])  # a row that ends with a chunk is said to go on, so that its memory is kept
             wrong = (
-                last.out[1].updates[b].tolist() != [self.chunking.chunks(told) - 1] * KV
+                last.out[1].updates[b].tolist() != [self.chunking.chunks(told) - 1] * R
                 or not length <= told <= length + 1
             )
             tally["updates"].see(int(wrong), 1, f"{self.where}, row {b}")
 
-    def _head(self, tally: dict[str, Tally], b: int, kv: int, length: int) -> list[list[int]]:
-        """Judge one KV head; returns its memories."""
+    def _set(self, tally: dict[str, Tally], b: int, r: int, length: int) -> list[list[int]]:
+        """Judge one of a row's memories, which a KV head or a query head keeps; returns what it held."""
+        of = "query" if self.chunking.heads == "query" else "KV"
         S, scores, memory, held, found = self.chunking.chunk, {}, None, {}, []
         for call in self.calls:
             start, T = call.given[3], call.given[0].shape[1]
             kept, told = call.out[1], int(call.given[4][b])
             for i in range(-(-min(T, length - start) // S) if start < length else 0):
-                first, at = start + i * S, f"{self.where}, row {b}, KV head {kv}, chunk {(start + i * S) // S}"
-                given = kept.positions[i, b, kv].tolist()
+                first, at = start + i * S, f"{self.where}, row {b}, {of} head {r}, chunk {(start + i * S) // S}"
+                given = kept.positions[i, b, r].tolist()
                 tally["handed on"].see(int(given != (memory or [-1] * self.chunking.memory)), 1, at)
                 memory = given if first else None
-                chunk = self._chunk(call, b, kv, first, min(first + S, length, start + T), memory)
+                chunk = self._chunk(call, b, r, first, min(first + S, length, start + T), memory)
                 self._fusion(tally, chunk, at)
                 if first + S < told:
                     scores, before = self._scores(chunk, scores, memory), scores
-                    memory = kept.positions[i + 1, b, kv].tolist()
-                    said = dict(zip(memory, kept.scores[i + 1, b, kv].tolist()))
+                    memory = kept.positions[i + 1, b, r].tolist()
+                    said = dict(zip(memory, kept.scores[i + 1, b, r].tolist()))
                     self._memory(tally, memory, set(before), first + S, scores, at)
                     self._said(tally, said, held, chunk, given if first else None, at)
                     held, scores = said, {p: scores[p] for p in memory if p in scores}
                     found.append(memory)
         return found
 
-    def _chunk(self, call: Call, b: int, kv: int, first: int, last: int, memory: list[int] | None) -> Chunk:
+    def _chunk(self, call: Call, b: int, r: int, first: int, last: int, memory: list[int] | None) -> Chunk:
         q, _, _, start, _, _, scale = call.given[:7]
-        G = q.shape[2] // self.keys.shape[1]
-        here, heads = slice(first - start, last - start), slice(kv * G, kv * G + G)
+        G, kv = self.heads // self.sets, r * self.keys.shape[1] // self.sets
+        here, heads = slice(first - start, last - start), slice(r * G, r * G + G)
         mine, out = (t[b, here, heads].double().cpu().transpose(0, 1) for t in (q, call.out[0]))
         k, v = self.keys[b, kv], self.values[b, kv]
         past = None if memory is None else [p for p in memory if 0 <= p < len(k)]
@@ -96,7 +102,7 @@ class Walk:
         """Of the memory and of the chunk, after both phases."""
         fresh = dict(zip(range(c.first, c.first + len(c.values)), oracle.own_mass(c.own).tolist()))
         if c.far is not None:
-            more = dict(zip(memory, oracle.far_mass(c.own, c.far).tolist()))
+            more = dict(zip(memory, oracle.far_mass(c.own, c.far, self.chunking.score).tolist()))
             scores = {p: scores.get(p, 0.0) + more[p] for p in more}
         return scores | fresh
 
@@ -138,7 +144,9 @@ class Walk:
         fallen = sum(said[p] < held[p] for p in said if p in held)
         tally["fall"].see(fallen, sum(p in held for p in said), at)
         fresh = dict(zip(range(c.first, c.first + len(c.values)), oracle.own_mass(c.own).tolist()))
-        more = dict(zip(memory or (), oracle.far_mass(c.own, c.far).tolist() if c.far is not None else ()))
+        more = dict(
+            zip(memory or (), oracle.far_mass(c.own, c.far, self.chunking.score).tolist() if c.far is not None else ())
+        )
         wanted = fresh | {p: held.get(p, 0.0) + m for p, m in more.items()}
         for phase, places in ((1, [p for p in said if p in fresh]), (2, [p for p in said if p in more])):
             if (
@@ -151,13 +159,14 @@ class Walk:
                 mine = column(said, places) - (column(held, places) if phase == 2 else 0)
                 tally["scores"].causes.update(
                     name
-                    for name, other in misscored(c, phase, memory)
+                    for name, other in misscored(c, phase, memory, self.chunking.score)
                     if near(mine, column(other, places), 1e-3)
                     for _ in places
                 )
 
     def _apart(self, tally: dict[str, Tally], heads: list[list[list[int]]], at: str) -> None:
-        """Memories of KV heads are chosen head by head: all alike would be a choice over all heads at once."""
+        """Memories are chosen head by head: all alike would be a choice over several at once, over all KV heads or
+        over the query heads of a group."""
         for memories in zip(*heads):
             alike = len(heads) > 1 and self.chunking.heavy > 0 and all(m == memories[0] for m in memories)
             tally["heads"].see(int(alike), int(len(heads) > 1), at)
@@ -183,7 +192,7 @@ def column(of: dict[int, float], places: list[int]) -> torch.Tensor:
     return torch.tensor([[of.get(p, float("nan"))] for p in places], dtype=torch.float64)
 
 
-def misscored(c: Chunk, phase: int, memory: list[int] | None) -> Iterator[tuple[str, dict[int, float]]]:
+def misscored(c: Chunk, phase: int, memory: list[int] | None, score: str) -> Iterator[tuple[str, dict[int, float]]]:
     """(what would be wrong, what it would add to the tokens of the chunk (phase 1) or of the memory (phase 2))."""
     place = range(c.first, c.first + len(c.values))
     both = None if c.far is None else torch.cat((c.own, c.far), -1)
@@ -199,5 +208,6 @@ def misscored(c: Chunk, phase: int, memory: list[int] | None) -> Iterator[tuple[
         "before normalisation",
         dict(zip(memory, torch.exp(both - both.amax(-1, keepdim=True)).sum((0, 1))[len(place) :].tolist())),
     )
-    yield "phase 2 by its own softmax", dict(zip(memory, torch.softmax(c.far, -1).sum((0, 1)).tolist()))
+    other, name = ("memory", "its own") if score == "fused" else ("fused", "the fused")
+    yield f"phase 2 by {name} softmax", dict(zip(memory, oracle.far_mass(c.own, c.far, other).tolist()))
     yield "phase 2 not added", dict.fromkeys(memory, 0.0)
