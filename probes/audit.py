@@ -134,7 +134,7 @@ def _audit(
             checks, seconds = [vacuous(probe.title, f"the budget of {budget:.0f} s was spent before it began")], 0.0
         else:
             checks, seconds = execute(probe, subject)
-        sections.append(Section(name, probe.title, checks, seconds))
+        sections.append(Section(name, probe.title, checks, seconds, probe.text(checks)))
         say(f"{sections[-1].status.value:8} {name:16} {len(checks):4} checks  {seconds:6.1f} s")
     if replaced(subject):
         sections.append(Section(KERNELS, "what ran through the user's kernels", kernel_checks(subject), 0.0))

@@ -57,6 +57,10 @@ class Probe:
     def run(self, subject: Subject) -> list[Check]:
         raise NotImplementedError
 
+    def text(self, checks: list[Check]) -> str:
+        """Markdown of its own for the report: a table of what its checks measured, say. '' for none."""
+        return ""
+
 
 def available() -> list[str]:
     """Names of the catalogue, and of the additional probes."""

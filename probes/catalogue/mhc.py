@@ -12,6 +12,8 @@ from dsv4.probes.oracle.attention import rms
 from dsv4.probes.oracle.blocks import collapse, hyper_post, sinkhorn
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, Status, compare
+from dsv4.probes.scenes import mixing
+from dsv4.probes.scenes.control import attempted_all
 from dsv4.probes.scenes.sublayers import WANT, Sublayers, missing, of_layer, run_all, taken_apart
 from dsv4.probes.subject import Subject
 
@@ -51,7 +53,12 @@ class HyperConnections(Probe):
             checks.append(self._head(subject, oracle, capture.points[last, "streams"].double(), capture.logits))
         if "kernels" in subject.can:
             checks += [check for case in CASES for check in operations(subject, self.seed, *case)]
+            matrices = lambda: mixing.runtime(subject, self.seed)
+            checks += attempted_all("mixing matrices on prompts", "", mixing.PART, matrices)
         return checks
+
+    def text(self, checks: list[Check]) -> str:
+        return mixing.shown(checks)
 
     def _input(self, subject: Subject, part: Sublayers) -> Check:
         """What attention reads: the collapsed streams, normalised. (What the experts read is held by `moe_edges`.)"""

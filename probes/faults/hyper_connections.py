@@ -132,6 +132,23 @@ def sinkhorn_three_rounds(site: Site) -> None:
     mixing(site, iterate=lambda logits, iters, eps: plain_sinkhorn(logits, 3, eps))
 
 
+@mutation("1.8", bugs=(114,), parts=("columns of the mixing matrices",), probes=("mhc",))
+def sinkhorn_ends_on_rows(site: Site) -> None:
+    """Rows are normalised once more after the last column step: rows sum to 1, and columns as far as the iteration has
+    converged."""
+    mixing(site, iterate=lambda logits, iters, eps: rows(plain_sinkhorn(logits, iters, eps), eps))
+
+
+@mutation("1.8", bugs=(114,), parts=("mixing matrices are what",), probes=("mhc",))
+def one_round_fewer_in_one_layer(site: Site) -> None:
+    """The connection of the experts of layer 1 runs one iteration less than the config says."""
+
+    def fewer(subject) -> None:
+        subject.model.layers[1].hc_ffn.iters -= 1
+
+    site.after_load(fewer)
+
+
 @mutation("1.8", bugs=(113,), parts=SINKHORN, probes=("mhc",))
 def comb_is_not_normalised(site: Site) -> None:
     """A fused kernel leaves the last division out: streams grow from layer to layer."""
