@@ -222,6 +222,8 @@ def plan(document: dict, console: Console) -> None:
     _print(_parts("a decode step of all rows reads, their caches full", document["step"]), console)
     if token := document["cache_bytes_per_token"]:
         console.print(f"\nkeys and values of one token of one row: {token['nbytes']} B = {token['formula']}")
+    if document["cache_beside"]:
+        _beside(document["cache_beside"], console)
     if len(document["gpus"]) > 1:
         _shares(document, console)
     if document["pinned_bytes"]:
@@ -232,6 +234,21 @@ def plan(document: dict, console: Console) -> None:
         )
     console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}")
     console.print(document["capacity_note"])
+
+
+def _beside(rows: list[dict], console: Console) -> None:
+    """The cache beside those of other models."""
+    table = _table("\nthe cache beside others", ">bytes", "", ">B a token", ">times", "model", "formula")
+    for row in rows:
+        table.add_row(
+            str(row["nbytes"]),
+            format_bytes(row["nbytes"]),
+            f"{row['bytes_per_token']:.0f}",
+            f"{row['times']:.3g}",
+            row["name"],
+            row["formula"],
+        )
+    _print(table, console)
 
 
 def _shares(document: dict, console: Console) -> None:

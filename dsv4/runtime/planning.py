@@ -19,6 +19,7 @@ from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
+from dsv4.runtime.beside import cache_beside
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.runtime.memory import Plan, Row, free_bytes, stream_rows, weight_rows
 from dsv4.units import count_named, format_bytes
@@ -42,8 +43,8 @@ def plan(
     kv_memory: HostMemory | None = None,
     gpus: int = 1,
 ) -> dict:
-    """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context. As
-    JSON values.
+    """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context; the
+    cache of DeepSeek-V3.2 beside a DeepSeek-V4 model's. As JSON values.
 
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). max_context: tokens a
     row ('128K'); None:
@@ -98,6 +99,9 @@ def plan(
         "staging_bytes": sizes.total("staging"),
         **_verdict(device, capacities, found, sizes.total() - sizes.total("pinned"), sizes.total("pinned")),
         "cache_bytes_per_token": family.token_bytes(config, choice),
+        "cache_beside": cache_beside(sizes.total("cache") + sizes.total("pinned"), batch, context)
+        if isinstance(config, ModelConfig)
+        else [],
         "attention": attention.document() if attention else None,
         "step": [
             {"name": name, "nbytes": nbytes, "formula": FORMULAS[name]} for name, nbytes in read.items() if nbytes

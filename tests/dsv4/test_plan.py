@@ -27,6 +27,30 @@ def test_the_first_line_answers_and_the_exit_code_says_it(command_line, golden_p
     assert out.count("\n") > 20  # the rest follows all the same
 
 
+@pytest.mark.parametrize("name, share", [("flash", 0.074), ("pro", 0.106)])
+def test_the_cache_of_v32_stands_beside(command_line, name, share):
+    """576 numbers in bf16, or the 656 bytes of FlashMLA's FP8 row, and a key of 132 bytes, in 61 layers; packed caches
+    at 1M tokens are the 7 % and 10 % of it that are published for DeepSeek-V4."""
+    options = ("--max-context", "1M", "--batch", "2", "--numerics", "qat", "--cache", "fp8", "--index-cache", "fp4")
+    document = json.loads(command_line("plan", name, *options, "--device", "h100", "--json")[1])
+    own, fp8, bf16 = document["cache_beside"]
+    assert own["nbytes"] == document["cache_bytes"] and own["times"] == 1
+    assert own["bytes_per_token"] == document["cache_bytes"] / (2 << 20)
+    assert (fp8["bytes_per_token"], bf16["bytes_per_token"]) == (61 * (656 + 132), 61 * (1152 + 132)) == (48068, 78324)
+    assert (fp8["nbytes"], bf16["nbytes"]) == (48068 * (2 << 20), 78324 * (2 << 20))
+    assert 1 / fp8["times"] == pytest.approx(share, abs=5e-4) and bf16["times"] > fp8["times"]
+    for row in (fp8, bf16):
+        formula = re.sub(r"rows|tokens|layers|B$", "", row["formula"]).replace("×", "*")
+        assert eval(formula) == row["nbytes"]
+    out = command_line("plan", name, *options, "--device", "h100")[1]
+    assert "the cache beside others" in out and "DeepSeek-V3.2, FP8" in out and f"{fp8['nbytes']}" in out
+
+
+def test_the_cache_of_a_gqa_model_stands_alone(command_line):
+    document = json.loads(command_line("plan", "demo_gqa", "--device", "80GiB", "--json")[1])
+    assert document["cache_beside"] == [] and document["cache_bytes_per_token"]
+
+
 def test_two_cards_hold_what_one_does_not(command_line):
     code, out, _ = command_line("plan", "flash", "--device", "h100", "--gpus", "2", "--json")
     document = json.loads(out)
