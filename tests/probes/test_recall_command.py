@@ -7,7 +7,7 @@ import pytest
 
 from dsv4.probes.measure.base import plots
 from dsv4.probes.measure.base.text import Text, read_text, rows_of
-from dsv4.probes.measure.recall import document, measure
+from dsv4.probes.measure.recall import document, measure, settings
 from dsv4.probes.measure.recall.settings import VacuousSetting, settle
 from tests.checkpoints import SMALL
 from tests.dsv4.test_cli import ROOT, demo, run  # noqa: F401  (fixtures)
@@ -67,6 +67,56 @@ def gate_row(n_comp: int, recall: float, k: int = 512) -> dict:
 def test_the_classic_gate(rows, status):
     check = measure.gate(rows)
     assert check.status.value == status and check.chance is not None and (check.note or status == "PASS")
+
+
+@pytest.mark.parametrize(
+    "rows, status, said",
+    [
+        ([gate_row(1024, 0.995), gate_row(1024, 0.991)], "PASS", "98.2% of what chance, 50%, leaves"),
+        ([gate_row(1024, 0.995), gate_row(1024, 0.989)], "FAIL", "97.8% of what chance, 50%, leaves"),
+        ([gate_row(1025, 0.9), gate_row(4096, 0.9), gate_row(1024, 0.9, k=64)], "VACUOUS", "--context 4096"),
+    ],
+    ids=["good", "one bad layer", "other entries and another k"],
+)
+def test_the_gate_at_exactly_1024_entries(rows, status, said):
+    check = measure.exact_gate(rows)
+    assert check.status.value == status and said in check.note and check.chance == 0.5
+    assert check.name.endswith("n_comp = 1024")
+
+
+@pytest.mark.parametrize(
+    "contexts, ks, queries, found",
+    [
+        ((4096,), (64,), 16, ((4096, 64), (4096, 512))),
+        ((8192, 16384), (512,), 16, ((4096, 512), (8192, 512), (16384, 512))),
+        ((4096,), (512,), 16, ((4096, 512),)),
+        ((2048, 4095), (64,), 16, ((2048, 64), (4095, 64))),
+        ((4100, 8192), (64,), 16, ((4100, 64), (8192, 64))),  # its last queries would be those of 4100 too
+    ],
+    ids=str,
+)
+def test_where_the_exact_gate_is_measured(contexts, ks, queries, found):
+    about = dict(rows=1, needles=0, seed=0)
+    assert settings.Settings(contexts=contexts, ks=ks, queries=queries, **about).measured == found
+
+
+def test_the_exact_gate_stands_in_the_report(run, demo, tmp_path, monkeypatch):
+    """With a gate of 48 entries, which this model's text reaches. The other gate speaks of what was asked for alone."""
+    for module in (settings, measure):
+        for name, value in (("GATE_K", 12), ("GATE_ENTRIES", 48), ("GATE_CONTEXT", 192)):
+            monkeypatch.setattr(module, name, value, raising=False)
+    given = ("--context", "224", "--rows", 1, "--queries", 8, "--needles", 0, "--out", tmp_path)
+    code, out, err = run("recall", demo, *given)
+    assert code == 0, err
+    found = document.valid(json.loads((tmp_path / "recall.json").read_text()))
+    rows = [r for r in found["rows"] if r["k"] == 12]
+    assert {(r["context"], r["n_comp"], r["status"], r["what_if"]) for r in rows} == {(192, 48, "VACUOUS", True)}
+    layers = [r for r in rows if r["layer"] is not None]
+    assert found["gate_exact"]["measured"] == min(r["recall_fp32"] for r in layers)
+    assert found["gate_exact"]["status"] in ("PASS", "FAIL") and found["gate_exact"]["samples"] == 8 * len(layers)
+    assert found["gate"]["status"] == "VACUOUS" and "measured were k = 6 " in found["gate"]["note"]
+    for shown in (out, (tmp_path / "recall.md").read_text()):
+        assert "n_comp = 1024" in shown and "n_comp ≥ 1024" in shown
 
 
 # ---- the report ---------------------------------------------------------------------------

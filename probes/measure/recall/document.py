@@ -27,7 +27,9 @@ def measured(
     needles, notes = measure.needles_of(subject, settings, text, say)
     bad = sum(r["nan_queries"] for r in rows if r["layer"] is not None)
     notes += [f"NaN in the scores or the attention of {bad} queries: their figures mean nothing"] if bad else []
-    found = {"rows": rows, "gate": measure.gate(rows).to_json(), "needles": needles, "notes": notes}
+    asked = [r for r in rows if r["context"] in settings.contexts and r["k"] in settings.ks]
+    gates = {"gate": measure.gate(asked).to_json(), "gate_exact": measure.exact_gate(rows).to_json()}
+    found = {"rows": rows, **gates, "needles": needles, "notes": notes}
     config = subject.config
     about = settings.about(index_topk=config.index_topk, sliding_window=config.sliding_window)
     return KIND.document(subject, about, text or recorded(subject), found, command, started)

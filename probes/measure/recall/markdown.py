@@ -29,7 +29,7 @@ def render(document: dict, plots: dict[str, str]) -> str:
     """plots: title → file name beside the report."""
     parts = [
         _reading(document),
-        _gate(document["gate"]),
+        _gates(document),
         "## By layer and context",
         paragraph(REMARKS),
         *pictures(plots),
@@ -72,9 +72,14 @@ def _reading(document: dict) -> str:
     return "\n".join(lines)
 
 
-def _gate(gate: dict) -> str:
+def _gates(document: dict) -> str:
+    gates = [document[key] for key in ("gate", "gate_exact") if key in document]  # older reports have one
+    return table(["status", "gate", ">measured", ">required", ">chance", ">queries", "note"], map(_gate, gates))
+
+
+def _gate(gate: dict) -> list[str]:
     said = "; ".join(filter(None, (gate.get("where"), gate.get("note"))))
-    row = [
+    return [
         status(gate["status"]),
         escape(gate["name"]),
         percent(gate.get("measured")),
@@ -83,7 +88,6 @@ def _gate(gate: dict) -> str:
         f"{gate['samples']:,}",
         escape(said),
     ]
-    return table(["status", "gate", ">measured", ">required", ">chance", ">queries", "note"], [row])
 
 
 def _figures(document: dict) -> list[str]:

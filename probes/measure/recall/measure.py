@@ -11,13 +11,14 @@ from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.recall import needles
 from dsv4.probes.measure.recall.figures import Tally, row, tally
 from dsv4.probes.measure.recall.observe import Oracles, Seen, observe_capture, observe_model
-from dsv4.probes.measure.recall.settings import LEAST, Settings
+from dsv4.probes.measure.recall.settings import GATE_CONTEXT, GATE_ENTRIES, GATE_K, LEAST, Settings
 from dsv4.probes.oracle import kinds
 from dsv4.probes.result import Check, Status, compare, vacuous
 from dsv4.probes.subject import Subject
 
-GATE_K, GATE_ENTRIES, GATE = 512, 1024, 0.99
+GATE = 0.99
 GATE_NAME = f"classic gate: recall@{GATE_K} against the fp32 oracle, n_comp ≥ {GATE_ENTRIES}"
+EXACT_NAME = f"classic gate: recall@{GATE_K} against the fp32 oracle, n_comp = {GATE_ENTRIES}"
 
 
 def indexer(subject: Subject, settings: Settings, text: Text | None, say: Say, advance: Advance) -> list[dict]:
@@ -28,11 +29,11 @@ def indexer(subject: Subject, settings: Settings, text: Text | None, say: Say, a
     tallies: dict[tuple[int, int, int], Tally] = {}
 
     def see(seen: Seen) -> None:
-        for k in settings.ks:
+        for k in (k for context, k in settings.measured if context == seen.context):
             key = seen.context, k, seen.layer
             tallies[key] = tallies.get(key, Tally()) + tally(seen, k, topk, margin, window)
 
-    contexts, queries = list(settings.contexts), settings.queries
+    contexts, queries = sorted({context for context, _ in settings.measured}), settings.queries
     if text is None:
         ids = subject.ids
         observe_capture(subject, oracles, ids, contexts, queries, see, advance)
@@ -64,23 +65,22 @@ def rows_of_figures(
     """tallies by (context, k, layer) → rows of the document. topk: the model's own k; texts: rows of text behind
     them."""
     rows = []
-    for context in settings.contexts:
-        for k in settings.ks:
-            status = Status.VACUOUS.value if settings.is_vacuous(context, k) else "MEASURED"
-            found = {layer: tallies[context, k, layer] for layer in layers}
-            for layer, total in [*found.items(), (None, sum(found.values(), Tally()))]:
-                rows.append(
-                    {
-                        "layer": layer,
-                        "context": context,
-                        "n_comp": context // kinds.CSA,
-                        "k": k,
-                        "what_if": k != topk,
-                        "status": status,
-                        "texts": texts,
-                    }
-                    | row(total, window)
-                )
+    for context, k in settings.measured:
+        status = Status.VACUOUS.value if settings.is_vacuous(context, k) else "MEASURED"
+        found = {layer: tallies[context, k, layer] for layer in layers}
+        for layer, total in [*found.items(), (None, sum(found.values(), Tally()))]:
+            rows.append(
+                {
+                    "layer": layer,
+                    "context": context,
+                    "n_comp": context // kinds.CSA,
+                    "k": k,
+                    "what_if": k != topk,
+                    "status": status,
+                    "texts": texts,
+                }
+                | row(total, window)
+            )
     return rows
 
 
@@ -117,6 +117,22 @@ def gate(rows: list[dict]) -> Check:
     if check.status is Status.PASS and any(r["status"] == Status.VACUOUS.value for r in among):
         return replace(check, status=Status.VACUOUS, note=f"n_comp < {LEAST} · k proves nothing; {check.note}")
     return check
+
+
+def exact_gate(rows: list[dict]) -> Check:
+    """The classic gate at exactly GATE_ENTRIES entries, by its own terms: the worst layer passes from 99 % on. Half of
+    that is chance, so the note has the share of what chance leaves."""
+    among = [r for r in rows if r["layer"] is not None and (r["k"], r["n_comp"]) == (GATE_K, GATE_ENTRIES)]
+    about = dict(relation=">=", threshold=GATE, source="the issue", chance=GATE_K / GATE_ENTRIES)
+    if not among:
+        return vacuous(EXACT_NAME, f"not measured; --context {GATE_CONTEXT} or more measures it", **about)
+    worst = min(among, key=lambda r: r["recall_fp32"])
+    chance, what_if = worst["chance"], "; what-if: the model selects another k" if worst["what_if"] else ""
+    beyond = (worst["recall_fp32"] - chance) / (1 - chance)
+    about = dict(where=f"layer {worst['layer']}", part="selection", chance=chance)
+    note = f"worst of {len(among)} layers; {beyond:.1%} of what chance, {chance:.0%}, leaves{what_if}"
+    samples = sum(r["queries"] for r in among)
+    return compare(EXACT_NAME, worst["recall_fp32"], ">=", GATE, "the issue", samples, note=note, **about)
 
 
 def _instead(rows: list[dict]) -> str:

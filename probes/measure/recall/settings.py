@@ -8,6 +8,9 @@ from dsv4.probes.measure.base import settings as base
 from dsv4.probes.measure.base.models import csa_layers
 from dsv4.probes.oracle import kinds
 
+# of the classic gate, and the tokens that make exactly so many entries
+GATE_K, GATE_ENTRIES = 512, 1024
+GATE_CONTEXT = kinds.CSA * GATE_ENTRIES
 LEAST = 8  # entries a pick, below which chance alone scores more than 1/8 (known_bugs 0.2)
 
 
@@ -24,6 +27,16 @@ class Settings(base.Settings):
     queries: int
     SHOWN: ClassVar = ("contexts", "k", "index_topk", "sliding_window", "queries", "rows", "needles", "seed")
     FIELDS: ClassVar = {"k": "ks"}
+
+    @property
+    def measured(self) -> tuple[tuple[int, int], ...]:
+        """(context, k) of every row: those asked for, and that of the gate at exactly GATE_ENTRIES entries where the
+        longest context holds it (and its queries are not those of a shorter context)."""
+        asked = [(context, k) for context in self.contexts for k in self.ks]
+        exact = GATE_CONTEXT, GATE_K
+        apart = min((abs(GATE_CONTEXT - c) for c in self.contexts if c != GATE_CONTEXT), default=self.queries)
+        reached = self.contexts[-1] >= GATE_CONTEXT and apart >= self.queries
+        return tuple(sorted({*asked, exact} if reached else asked))
 
     def is_vacuous(self, context: int, k: int) -> bool:
         return context // kinds.CSA < LEAST * k

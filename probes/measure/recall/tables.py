@@ -37,11 +37,12 @@ def show(document: dict, console: Console) -> None:
         cells = table_of(rows, ("layer", layer), *shares, (">scale", "score_scale", ".3f"))
         show_table(console, title, *cells)
     console.print(" ".join(HEADINGS.split()))
-    gate = document["gate"]
-    required = f"required ≥ {percent(gate['threshold'])}, chance {percent(gate['chance'])}"
-    console.print(
-        f"\n{gate['status']}  {gate['name']}: {percent(gate.get('measured'))}, {required}; {gate.get('note', '')}"
-    )
+    console.print()
+    for gate in (document["gate"], document["gate_exact"]):
+        required = f"required ≥ {percent(gate['threshold'])}, chance {percent(gate['chance'])}"
+        console.print(
+            f"{gate['status']}  {gate['name']}: {percent(gate.get('measured'))}, {required}; {gate.get('note', '')}"
+        )
     if found := document["needles"]:
         show_table(console, "needles", *needles(found, "context"))
         console.print(
