@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--attention", default="block-bound", choices=[name for name in NAMES if name != "dense"], help="of a GQA model"
     )
-    parser.add_argument("--attention-tokens", type=int, default=4096)
+    parser.add_argument("--attention-tokens", default="4096", help="4096, or of snapkv and pyramidkv a share: 0.2")
     parser.add_argument("--context", type=counts, default=counts("8K,128K,1M"))
     parser.add_argument("--batch", type=counts, default=[1, 8])
     parser.add_argument("--numerics", default="native")

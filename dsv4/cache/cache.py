@@ -191,6 +191,11 @@ class Cache:
         return sum(t.untyped_storage().nbytes() for t in (*of_layers, *self.shared))
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """Sizes of what a captured step reads, where a prompt decides them."""
+        return ()
+
+    @property
     def far(self) -> list:
         """The rows that are in host memory, over all layers."""
         return [rows for layer in self.layers for rows in layer.far]

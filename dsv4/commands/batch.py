@@ -218,7 +218,7 @@ def _kernels(model: CausalLM) -> str:
 
 def _attention(reading: Attention) -> str:
     """What decoding reads, in words."""
-    kept = "" if reading.policy.dense else f" of {reading.policy.tokens} tokens"
+    kept = "" if reading.policy.dense else f" of {reading.policy.size}"
     rule = reading.termination
     until = "" if rule is None else f", until stable (tau={rule.tau:g}, phi={rule.phi:g}, patience={rule.patience})"
     return f"{reading.policy.name}{kept}{until}"

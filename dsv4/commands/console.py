@@ -37,8 +37,8 @@ Text = Annotated[Path | None, option("UTF-8 text to read and to hide needles in;
 Policies = Annotated[
     Word,
     option(
-        "GQA: sink-window, page-bound, block-bound, block-mean, separated by commas; default: all, or of "
-        "early ends the first three."
+        "GQA: sink-window, page-bound, block-bound, block-mean, snapkv, pyramidkv, separated by commas; default: all, "
+        "or of early ends the first three."
     ),
 ]
 Rows = Annotated[int, typer.Option(help="Rows of each text.")]
@@ -63,6 +63,15 @@ def counts(name: str, text: str | None) -> list[int] | None:
     if not all(part.strip() for part in text.split(",")):
         raise InputError(f"{name} is {text!r}; expected numbers separated by commas, such as 4096,16K")
     return [parse_count(part.strip()) for part in text.split(",")]
+
+
+def budgets(text: str | None) -> list[int | float] | None:
+    """'1K,0.2' → tokens, and shares of the prompt. Raises InputError."""
+    from dsv4.model.gqa.choice import amount_named
+
+    if text is None:
+        return None
+    return [amount_named("--budget", part.strip()) for part in text.split(",")]
 
 
 def names(text: str | None) -> list[str] | None:

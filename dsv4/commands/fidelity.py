@@ -14,6 +14,7 @@ from dsv4.commands.console import (
     Seed,
     Text,
     Word,
+    budgets,
     counts,
     names,
     option,
@@ -34,7 +35,11 @@ def fidelity(
     ] = None,
     policy: Policies = None,
     budget: Annotated[
-        Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the longest context.")
+        Word,
+        option(
+            "GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the longest context. Of snapkv, "
+            "pyramidkv also a share of the prompt, 0.2."
+        ),
     ] = None,
     block: Annotated[Number, option("GQA: tokens of a block, instead of each policy's own.")] = None,
     effort: Annotated[str, choice(("quick", "standard", "thorough"), "How much text, how many needles.")] = "standard",
@@ -66,7 +71,7 @@ def fidelity(
         out=out,
         as_json=as_json,
         kernel=kernel,
-        reads=(counts("--topk", topk), names(policy), counts("--budget", budget), block),
+        reads=(counts("--topk", topk), names(policy), budgets(budget), block),
         text=text,
         effort=effort,
         contexts=counts("--context", context),

@@ -14,7 +14,7 @@ CACHES = ("auto", "bf16", "fp8")
 INDEX_CACHES = ("auto", "bf16", "fp8", "fp4", "mxfp8")
 DRAFTERS = ("off", "mtp", "lookup")
 LOOPS = ("host", "device")
-POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean")
+POLICIES = ("dense", "sink-window", "page-bound", "block-bound", "block-mean", "snapkv", "pyramidkv")
 MEMORIES = ("device", "host")
 LAYOUTS = ("official", "nvfp4", "transformers", "bf16")
 DUMMIES = ("flash", "pro", *GEOMETRIES)
@@ -109,13 +109,18 @@ Reads = Annotated[
         POLICIES,
         "Of a GQA model: what decoding reads of the cache. dense: all. sink-window: the first and the last tokens. "
         "page-bound, block-bound: and what may matter most, by bounds of pages of 16 or blocks of 128. block-mean: "
-        "by means, which lose short passages.",
+        "by means, which lose short passages. snapkv, pyramidkv: what the last tokens of the prompt attend to, chosen "
+        "once, and all later tokens; pyramidkv keeps less in upper layers.",
         show_default=False,
     ),
 ]
 ReadTokens = Annotated[
     str | None,
-    typer.Option("--attention-tokens", show_default=False, help="With --attention: tokens that are kept (4K)."),
+    typer.Option(
+        "--attention-tokens",
+        show_default=False,
+        help="With --attention: tokens that are kept (4K); of snapkv and pyramidkv also a share of the prompt (0.2).",
+    ),
 ]
 Terminate = Annotated[
     bool, typer.Option("--terminate", help="Of a GQA model: a decoding token stops reading when its output is stable.")

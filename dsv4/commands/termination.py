@@ -17,6 +17,7 @@ from dsv4.commands.console import (
     Seed,
     Text,
     Word,
+    budgets,
     counts,
     names,
     numbers,
@@ -29,7 +30,12 @@ from dsv4.commands.measuring import measure
 def termination(
     checkpoint: Checkpoint,
     policy: Policies = None,
-    budget: Annotated[Word, option("GQA: tokens that a policy keeps, e.g. 1K,4K; default: 2K.")] = None,
+    budget: Annotated[
+        Word,
+        option(
+            "GQA: tokens that a policy keeps, e.g. 1K,4K; default: 2K. Of snapkv, pyramidkv also a share of the prompt."
+        ),
+    ] = None,
     context: Annotated[Word, option("Contexts in tokens, e.g. 2K,16K; default: 2K.")] = None,
     rows: Rows = 1,
     queries: Annotated[int, typer.Option(help="Last queries of each context that are walked.")] = 16,
@@ -62,7 +68,7 @@ def termination(
         (numerics, backend, device),
         out=out,
         as_json=as_json,
-        reads=(names(policy), counts("--budget", budget)),
+        reads=(names(policy), budgets(budget)),
         rule=(tau, phi, patience, tile),
         looser=numbers("--looser", looser),
         contexts=counts("--context", context),

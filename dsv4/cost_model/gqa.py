@@ -2,9 +2,11 @@
 
 Bytes a layer, by part: keys and values of the tokens that are kept (B·n·KV·D numbers each, n as `read_tokens`), the
 summaries of the blocks that are scored (one vector a block and KV head for means, two for bounds), queries and outputs
-(2·B·H·D). Writes of the step's own token, lists of blocks and their scores are left out.
+(2·B·H·D), and lists of single tokens (4 B a token and KV head). Writes of the step's own token, lists of blocks and
+their scores are left out.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -71,11 +73,10 @@ def blocks_of(policy: Policy, context: int) -> int:
     return -(-context // policy.block)
 
 
-def read_tokens(policy: Policy, context: int) -> int:
-    """Tokens of the kept blocks that the last token of a text of `context` tokens sees: its own block ends with its
-    position."""
-    kept = min(policy.kept, blocks_of(policy, context))
-    return context if policy.dense else kept * policy.block - -context % policy.block
+def read_tokens(policy: Policy, context: int, layer: int = 0, layers: int = 1) -> int:
+    """Tokens that the last token of a text of `context` tokens reads in the `layer`-th of the layers that choose; under
+    a policy that chooses once, the next token, after a prompt of so many."""
+    return policy.budget(layer, layers, context)
 
 
 def searched(g: Geometry, policy: Policy, batch: int, context: int) -> int:
@@ -98,13 +99,18 @@ def dense_parts(g: Geometry, batch: int, tokens: int) -> dict[str, int]:
     return {"keys": g.rows(batch, tokens), "values": g.rows(batch, tokens), "queries and outputs": g.ends(batch)}
 
 
-def policy_parts(g: Geometry, policy: Policy, batch: int, context: int) -> dict[str, int]:
-    """Part → bytes that a layer's step reads of a cache of `context` tokens a row, its own token included, and
-    writes."""
+def policy_parts(
+    g: Geometry, policy: Policy, batch: int, context: int, layer: int = 0, layers: int = 1
+) -> dict[str, int]:
+    """Part → bytes that a step of the `layer`-th of the layers that choose reads of a cache of `context` tokens a row,
+    its own token included, and writes."""
     if policy.dense:
         return dense_parts(g, batch, context)
+    tokens = read_tokens(policy, context, layer, layers)
+    if policy.once:
+        return dense_parts(g, batch, tokens) | {"token lists": 4 * batch * g.kv_heads * tokens}
     found = summary_bytes(g, policy, searched(g, policy, batch, context))
-    return dense_parts(g, batch, read_tokens(policy, context)) | {"block summaries": found}
+    return dense_parts(g, batch, tokens) | {"block summaries": found}
 
 
 def policy_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
@@ -259,8 +265,11 @@ def layer_parts(
     config: GQAConfig, numerics: Numerics, batch: int, context: int, policy: Policy
 ) -> list[dict[str, int]]:
     """Part → bytes of each layer. One with a window reads just that, whatever the policy."""
-    g = Geometry.of(config, numerics)
+    g, layers = Geometry.of(config, numerics), config.windows.count(None)
+    place = itertools.count()
     return [
-        policy_parts(g, policy, batch, context) if window is None else dense_parts(g, batch, min(window, context))
+        policy_parts(g, policy, batch, context, next(place), layers)
+        if window is None
+        else dense_parts(g, batch, min(window, context))
         for window in config.windows
     ]

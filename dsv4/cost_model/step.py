@@ -35,6 +35,7 @@ FORMULAS = {  # each part, in words; rows: of the batch
     "keys": "layers × rows × tokens read × KV heads × head_dim × bytes a number",
     "values": "as keys",
     "block summaries": "layers × scored blocks of all rows and KV heads × vectors × head_dim × bytes a number",
+    "token lists": "layers × rows × tokens read × KV heads × 4 B",
     "queries and outputs": "layers × 2 × rows × heads × width × bytes a number",
     "window": "layers × rows × min(window, context) × bytes a cached row",
     "csa entries": "CSA layers × rows × min(topk, ⌊context / 4⌋) × bytes a cached row",

@@ -63,7 +63,7 @@ class DecodeGraph:
         self._said = torch.zeros(cache.batch, 1, dtype=torch.int64, pin_memory=self._gpu)
         self._held: list[int] | None = None  # the value of `start`, as far as the host knows
         self.graph, self.logits, self.streams, self.tiles = None, None, None, None
-        self._attention = model.attention
+        self._attention, self._widths = model.attention, cache.widths
         if captures(model):
             self._capture()
 
@@ -77,6 +77,11 @@ class DecodeGraph:
         lengths = self.lengths
         if self.model.attention is not self._attention:
             raise InputError("model.attention was changed after this step was made; make a new DecodeGraph")
+        if self.graph is not None and any(now > then for now, then in zip(self.cache.widths, self._widths)):
+            raise InputError(
+                "a prompt was appended or dropped after this step was made, and its choice of tokens has longer lists; "
+                "make a new DecodeGraph"
+            )
         moving = [True] * self.cache.batch if active is None else active
         assert len(moving) == self.cache.batch, "one flag a row"
         for b, length in enumerate(lengths.now):

@@ -2,14 +2,18 @@
 
 from dsv4.kernels.block_choice import reference
 from dsv4.kernels.block_choice import triton as triton_kernels
+from dsv4.kernels.block_choice.observed import choose_tokens
 from dsv4.kernels.block_choice.policy import (
     POLICIES,
+    Observed,
     Policy,
     block_bounds,
     block_means,
     dense,
     page_bounds,
+    pyramidkv,
     sink_window,
+    snapkv,
 )
 from dsv4.kernels.dispatch import Operation
 
@@ -20,12 +24,16 @@ choose_blocks = Operation(
 
 __all__ = [
     "POLICIES",
+    "Observed",
     "Policy",
     "block_bounds",
     "block_means",
     "block_scores",
     "choose_blocks",
+    "choose_tokens",
     "dense",
     "page_bounds",
+    "pyramidkv",
     "sink_window",
+    "snapkv",
 ]

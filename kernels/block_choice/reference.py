@@ -59,6 +59,8 @@ def choose_blocks(
     """
     if policy.dense:
         raise UnsupportedInput("choose_blocks: the dense policy keeps every block; use grouped_attention")
+    if policy.once:
+        raise UnsupportedInput(f"choose_blocks: {policy.name} chooses tokens once, after a prompt; use choose_tokens")
     B, T = q.shape[:2]
     current = distant_blocks(start, T, policy).view(B, T, 1, 1) + policy.local - 1
     sink, local = torch.arange(policy.sink, device=q.device), current - torch.arange(policy.local, device=q.device)

@@ -52,6 +52,8 @@ def choose_blocks(
     (B, T), kept, early = q.shape[:2], policy.kept, dependent_launch(q.device)
     if policy.dense:
         raise UnsupportedInput("choose_blocks: the dense policy keeps every block; use grouped_attention")
+    if policy.once:
+        raise UnsupportedInput(f"choose_blocks: {policy.name} chooses tokens once, after a prompt; use choose_tokens")
     require_device("choose_blocks", q, start)
     out, rows = torch.empty(B, T, kv_heads, kept, dtype=torch.int32, device=q.device), B * T * kv_heads
     if not rows:

@@ -13,10 +13,11 @@ from dsv4.kernels.grouped_attention.contract import inputs as full_cache
 
 
 def cases(w, draw):
-    """Every family over lists in any order with holes; small and large blocks; a window; one list for one token."""
+    """Every family over lists in any order with holes; single tokens, small and large blocks; a window; one list for
+    one token."""
     for family in exact.FAMILIES:
         yield _case(family, (SLOTS - 9, 0), 3, None, 16, 9, w, draw)
-    for block, n in ((16, 1), (64, 4), (128, 3)):
+    for block, n in ((1, 150), (16, 1), (64, 4), (128, 3)):
         yield _case("random", (SLOTS - 5, 150), 2, None, block, n, w, draw)
     yield _case("pointed", (SLOTS - 5, 150), 3, 40, 16, 9, w, draw)
     yield _case("random", (200,), 1, None, 16, 13, w, draw)
@@ -99,6 +100,7 @@ def sizes(w) -> dict:
     """As of `grouped_attention`: blocks and pages, with a rule and without."""
     shapes = [dict(block=policy.block, kept=policy.kept) for policy in (block_bounds(), page_bounds())]
     rules = {}, dict(rule=Termination())
+    shapes += [dict(block=1, kept=4096)]  # tokens that were chosen once
     compiled = [dict(slots=CONTEXTS["128K"]) | shape | rule for shape in shapes for rule in rules]
     return {"compiled": compiled + [dict(slots=S, dtype=t) | shapes[0] | rule for S, t in LENGTHS for rule in rules]}
 

@@ -86,13 +86,13 @@ def blocks_that_are_kept_unseen_are_counted(site: Site) -> None:
 @mutation("1.19", bugs=(), parts=("the whole context",), **GROUPED)
 def gathered_step_counted_with_its_whole_context(site: Site) -> None:
     """A step that gathers blocks is counted as one that reads every token."""
-    patched(site, "read_tokens", lambda real: lambda policy, context: context)
+    patched(site, "read_tokens", lambda real: lambda policy, context, *place: context)
 
 
 @mutation("1.19", bugs=(), parts=("whole blocks",), **GROUPED)
 def last_block_is_counted_whole(site: Site) -> None:
     """The block of the position itself is counted with the slots behind it, which nothing reads."""
-    patched(site, "read_tokens", lambda real: lambda policy, context: min(policy.tokens, context))
+    patched(site, "read_tokens", lambda real: lambda policy, context, *place: min(policy.tokens, context))
 
 
 @mutation("1.19", bugs=(), parts=("windows ignored",), probes=("cost_model",), profile="mistral")

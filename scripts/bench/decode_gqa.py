@@ -142,6 +142,7 @@ def document(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], 
 
 def markdown(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], failed: Sequence[str]) -> str:
     policy = setup["attention"]["policy"]
+    kept = policy["kept_tokens"] or f"{policy['retention']:.0%} of the prompt, in"
     lines = [
         "# Decode steps of a GQA model, dense and sparse",
         "",
@@ -151,7 +152,7 @@ def markdown(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], 
         "",
         f"{setup['geometry']} widths with random weights, {setup['layers']} layers and the head, numerics "
         f"{setup['numerics']}, backend {setup['backend']}; weights {setup['weight_bytes'] / 1e9:.1f} GB. Policy "
-        f"{policy['name']}, {policy['kept_tokens']} tokens of each KV head. Steps of both ways in turns over one "
+        f"{policy['name']}, {kept} tokens of each KV head. Steps of both ways in turns over one "
         f"cache, each one CUDA graph. Floor: the bytes that a step reads at {machine.bandwidth / 1e12:.2f} TB/s. "
         f"Reference: {REFERENCE}× end to end at 1M, batch 1.",
         "",

@@ -224,7 +224,7 @@ def test_the_policies_by_name():
     assert (
         found[0].exact and all(v.decode_only for v in found) and [v.budget for v in found] == [None, 64, 128, 64, 128]
     )
-    assert len(policy_variants(None, [4096], None)) == 5 and len(policy_variants(["dense"], [64], None)) == 1
+    assert len(policy_variants(None, [4096], None)) == 7 and len(policy_variants(["dense"], [64], None)) == 1
     with pytest.raises(InputError, match="--policy 'quest' is unknown; expected some of dense, sink-window"):
         policy_variants(["quest"], [64], None)
     with pytest.raises(InputError, match="--budget 256 is too little: policy block-128 bound"):

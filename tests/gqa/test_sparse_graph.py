@@ -9,7 +9,7 @@ import torch
 from dsv4 import load_model
 from dsv4.commands.generate import termination_notes
 from dsv4.engine.generate import generate, generate_on_device, generate_speculative
-from dsv4.kernels.block_choice import Policy, block_bounds, dense
+from dsv4.kernels.block_choice import Observed, Policy, block_bounds, dense
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination, triton_decode
 from dsv4.model.causal import captures
@@ -32,8 +32,10 @@ WAYS = {
     "terminating": Attention(Policy("bound", "bound", 16, 1, 2, 2), NEVER),
     "dense, terminating": Attention(dense(), NEVER),
     "block": Attention(Policy("block", "bound", 128, 0, 1, 1)),
+    "tokens": Attention(Observed("tokens", retention=0.3, window=8, beta=4)),
+    "tokens, terminating": Attention(Observed("tokens", retention=40, window=8), NEVER),
 }
-SOME = list(WAYS) if GPU else ["bound", "terminating", "dense, terminating"]  # the interpreter is slow
+SOME = list(WAYS) if GPU else ["bound", "terminating", "dense, terminating", "tokens"]  # the interpreter is slow
 
 
 @pytest.fixture(scope="module", params=["llama, llama3 rope and biases", "qwen2, yarn and some sliding layers"])
@@ -64,9 +66,8 @@ def test_captured_steps_equal_the_reference(folder, name, numerics):
         for mine, theirs in zip(ours.layer_paths(), reference.layer_paths()):
             assert _read(mine) == _read(theirs) and a.lengths == b.lengths
     ran = {row["operation"]: row["implementation"] for row in ours.dispatch.rows() if row["calls"]}
-    assert "reference" not in ran.values() and ("choose_blocks" in ran) == ("gather_attention" in ran) == (
-        "dense" not in name
-    )
+    assert "reference" not in ran.values() and ("gather_attention" in ran) == ("dense" not in name)
+    assert ("choose_blocks" in ran) == ("dense" not in name and "tokens" not in name)
 
 
 def _read(path: dict) -> dict:

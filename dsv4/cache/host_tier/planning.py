@@ -17,11 +17,16 @@ from dsv4.model.numerics import Numerics
 
 def check_grouped(config: GQAConfig, policy: Policy | None, choice: HostMemory) -> None:
     """Raise InputError if keys and values in host memory make no sense: for a model whose layers all have a sliding
-    window, and for staged blocks with a policy that chooses none."""
+    window, for a policy that keeps single tokens, and for staged blocks with a policy that chooses none."""
     if all(window is not None for window in config.windows):
         raise InputError(
             "a cache in host memory was asked for, and every layer of this model has a sliding window, which stays "
             "on the device: nothing would move; leave out --kv-memory host"
+        )
+    if (policy or dense()).once:
+        raise InputError(
+            f"a cache in host memory was asked for with policy {policy.name}, which keeps single tokens; whole blocks "
+            "are staged: leave out --kv-memory host, or choose --attention block-bound"
         )
     if (policy or dense()).dense and choice.staged is not None:
         raise InputError(

@@ -7,6 +7,7 @@ from dsv4.model.gqa.cache import LayerRows, Summaries
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.gqa.projection import Projection, maps
+from dsv4.model.gqa.selection import Selection
 from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
@@ -52,6 +53,7 @@ class SelfAttention(Module):
             for name in ("q_norm", "k_norm")
         )
         self.reading = Attention()
+        self.selection: Selection | None = None  # of the cache that the last step used
         self.path: dict = {}
         self.tiles: torch.Tensor | None = None  # int32 [B, T, KV] tiles that the last step read before it terminated
         # tokens that a query of that step could have read, by the size of the memory
@@ -61,7 +63,8 @@ class SelfAttention(Module):
         """x [N, d], not yet normalised by `norm`, → [N, d]; writes this step's rows, and summaries of their blocks, to
         the cache."""
         (q, k, v), biases = self._qkv(x, norm)
-        self.path, self.tiles = self.path_at(step.end, step.prompt), None
+        self.selection, self.tiles = cache.selection, None
+        self.path = self.path_at(step.end, step.prompt)
         rows = cache.staged(step, self.reading.policy)
         if rows is not None:
             self.reach = self.reading.policy.tokens
@@ -103,6 +106,8 @@ class SelfAttention(Module):
                 keys, step.start, step.T, summaries.low, summaries.high, summaries.mean, summaries.block
             )
             cache.summarised(step, summaries)
+        if step.prompt and self.selection is not None:
+            self.selection.observe(step, q, keys, self.scale)
         if step.piece is None or self.window is not None:
             return self.attend(q, keys, values, summaries, step)
         before = cache.memory_of(step) if step.piece.start else None
@@ -132,6 +137,8 @@ class SelfAttention(Module):
         policy, rule = self.reading.policy, self.reading.termination
         if step.prompt or self.window is not None or policy.dense and rule is None:
             return self.op.grouped_attention(q, keys, values, step.start, self.window, self.scale)
+        if policy.once:
+            return self._selected(q, keys, values, step)
         self.reach = keys.shape[2] if policy.dense else policy.tokens
         if policy.dense:
             o, self.tiles = self.op.grouped_attention(q, keys, values, step.start, None, self.scale, rule)
@@ -146,6 +153,23 @@ class SelfAttention(Module):
         blocks = self.op.choose_blocks(
             q, self.KV, summaries.low, summaries.high, summaries.mean, step.start, policy, rule is not None
         )
+        return self._gathered(q, keys, values, blocks, step)
+
+    def _selected(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention to what was chosen after the prompt, and to all later tokens."""
+        policy = self.reading.policy
+        if self.selection is None or self.selection.policy != policy:
+            raise MissingSummaries(
+                f"policy {policy.name} reads what it chose after the prompt, and this cache keeps no such choice: make "
+                "it after model.attention is set, and append the prompt then"
+            )
+        tokens = self.selection.lists(step, self.reading.termination is not None)
+        self.reach = tokens.shape[3]
+        return self._gathered(q, keys, values, tokens, step)
+
+    def _gathered(self, q, keys, values, blocks: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention over lists int32 [B, T, KV, n] of the policy's blocks."""
+        policy, rule = self.reading.policy, self.reading.termination
         found = self.op.gather_attention(q, keys, values, blocks, step.start, None, self.scale, policy.block, rule)
         o, self.tiles = (found, None) if rule is None else found
         return o
@@ -161,14 +185,20 @@ class SelfAttention(Module):
             return {"tokens": own + (chunking.memory if end > own else 0), "chunk": own}
         if prompt or policy.dense:
             return {"tokens": end}
-        last, blocks = (end - 1) % policy.block + 1, -(-end // policy.block)
-        kept = min(policy.kept, blocks)
-        return {"tokens": (kept - 1) * policy.block + last, "blocks": kept, "of_blocks": blocks}
+        if policy.once:
+            return {"tokens": end} if self.selection is None else self.selection.read(end)
+        blocks = -(-end // policy.block)
+        return {"tokens": policy.budget(0, 1, end), "blocks": min(policy.kept, blocks), "of_blocks": blocks}
 
     def described(self, path: dict) -> str:
         """`path_at` in words."""
         if "chunk" in path:
             return f"{path['chunk']} tokens of its chunk and {path['tokens'] - path['chunk']} of the memory"
+        if "kept" in path:
+            return (
+                f"{path['kept']} of {path['prompt']} tokens of the prompt, {path['tokens']} in all, by "
+                f"{self.reading.policy.name}"
+            )
         if "blocks" in path:
             return (
                 f"{path['blocks']} of {path['of_blocks']} blocks, {path['tokens']} tokens, by "

@@ -13,10 +13,12 @@ import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.cache.streams import LayerStreams, Stream, zeros
-from dsv4.kernels.block_choice import Policy
+from dsv4.errors import MissingSummaries
+from dsv4.kernels.block_choice import Observed, Policy
 from dsv4.kernels.chunked_prefill import Chunking, Memory
 from dsv4.model.arguments import check_sizes, rewind_counts
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
+from dsv4.model.gqa.selection import Selection, selection_streams
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
 
@@ -50,14 +52,18 @@ def cache_streams(
     config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None
 ) -> list[LayerStreams]:
     """Streams of every layer: what `GroupedCache` allocates. Layers without a window have summaries if `policy`
-    searches."""
+    searches, and lists if it chooses once."""
     shape, dtype = (batch, config.num_key_value_heads, slots(max_context), config.head_dim), numerics.cache
     formula = (
         f"{batch} rows × {config.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {config.head_dim} "
         f"× {dtype.itemsize} B"
     )
     streams = tuple(Stream(name, shape, dtype, formula) for name in ("keys", "values"))
-    more = () if policy is None else summary_streams(config, batch, max_context, numerics, policy)
+    more: tuple[Stream, ...] = ()
+    if isinstance(policy, Observed):
+        more = selection_streams(config, batch, slots(max_context), numerics, policy)
+    elif policy is not None:
+        more = summary_streams(config, batch, max_context, numerics, policy)
     return [
         LayerStreams(spec, streams + more if spec.kind is AttentionKind.FULL else streams) for spec in config.layers
     ]
@@ -99,6 +105,7 @@ class LayerRows:
     ahead: Any = None  # guesses fetches for this layer: `dsv4.cache.host_tier.ahead.Ahead`
     memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, R, M]
     last_memory: Memory | None = None  # the whole result of its last call
+    selection: Selection | None = None  # under a policy that chooses once
 
     def staged(self, step: Step, policy: Policy):
         """What a step reads instead of `of` if its rows are elsewhere (`dsv4.cache.host_tier`); None here, where they
@@ -191,13 +198,26 @@ class GroupedCache(Cache):
 
     def adopt(self, policy: Policy) -> None:
         """Keep what `policy` searches from now on, instead of earlier summaries: they are computed from the keys in the
-        cache. Steps that were captured before must be captured again. Copies no keys."""
+        cache. Steps that were captured before must be captured again. Copies no keys. Raises MissingSummaries for a
+        policy that chooses by the queries of a prompt which is in the cache already."""
+        if policy.once and any(self.lengths):
+            raise MissingSummaries(
+                f"policy {policy.name} chooses by the queries of a prompt's last tokens, and this cache holds "
+                f"{max(self.lengths)} tokens whose queries are gone: reset it, or make a new one, and append the "
+                "prompt after model.attention is set"
+            )
         self.layout = self.layout.of_policy(policy)
         self.plan = self.layout.plan(self.batch, self.max_context, self.max_rewind)
         with self._room():
             for layer, plan in zip(self.layers, self.plan):
                 layer.adopt(plan, policy)
+            self.layout.select(self.layers)
         self.summarise_again()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Entries of the lists that a captured step reads by, of each layer that chose after the prompt."""
+        return tuple(layer.selection.width for layer in self.layers if layer.selection is not None)
 
     def summarise_again(self) -> None:
         """Compute all summaries from the keys, after something other than steps wrote keys."""
@@ -209,10 +229,17 @@ class GroupedCache(Cache):
         changes nothing."""
         super().rewind(n)
         self._forget_memories(rewind_counts(n, self.batch))
+        self._forget_selections()
 
     def reset(self) -> None:
         self._forget_memories(self.lengths)
         super().reset()
+        self._forget_selections()
+
+    def _forget_selections(self) -> None:
+        for layer in self.layers:
+            if layer.selection is not None:
+                layer.selection.rewound(self.lengths)
 
     def _forget_memories(self, counts: list[int]) -> None:
         self.remembered = [held if count == 0 else None for held, count in zip(self.remembered, counts)]

@@ -27,7 +27,7 @@ class Attention:
     chunks and a memory (None: densely and exactly).
 
     Layers with a sliding window ignore all this: they attend densely within their window. Raises InputError for blocks
-    that are not whole parts of a cache's tile.
+    that are not whole parts of a cache's tile, and for a policy that chooses by a prompt's queries beside chunks.
     """
 
     policy: Policy = dense()
@@ -39,6 +39,11 @@ class Attention:
             raise InputError(
                 f"policy {self.policy.name} has blocks of {self.policy.block} tokens; a GQA cache is made of tiles of "
                 f"{BLOCK}: choose a divisor of {BLOCK}"
+            )
+        if self.policy.once and self.prefill is not None:
+            raise InputError(
+                f"--attention {self.policy.name} was given with --prefill-chunks; it chooses by what queries attend to "
+                "in all of a prompt, and chunks do not attend to all: leave out one of them"
             )
 
     @property
@@ -62,17 +67,17 @@ class Attention:
 
 def attention_named(
     name: str | None,
-    tokens: int | str | None = None,
+    tokens: int | float | str | None = None,
     terminate: bool = False,
     prefill_chunks: str | None = None,
     rule: str | None = None,
 ) -> Attention | None:
     """The `Attention` of the command line's options; None if none was given.
 
-    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K'; prefill_chunks: as
-    `chunking_named` takes it; rule: of terminating, 'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError
-    for what contradicts itself or is no such option, UnsupportedInput for chunks that are no such cut and for values
-    that no rule has.
+    name: one of NAMES (None: dense); tokens: that a policy keeps, a number or as '4K', or of a policy that chooses once
+    a share of the prompt ('0.2'); prefill_chunks: as `chunking_named` takes it; rule: of terminating,
+    'tau=1e-5,phi=1e-3,patience=5' or some of these. Raises InputError for what contradicts itself or is no such option,
+    UnsupportedInput for chunks that are no such cut and for values that no rule has.
     """
     if name is None and tokens is None and not terminate and prefill_chunks is None and rule is None:
         return None
@@ -87,7 +92,7 @@ def attention_named(
     policy = (
         dense()
         if name in (None, "dense")
-        else _kept(name, TOKENS if tokens is None else count_named("--attention-tokens", tokens))
+        else _kept(name, TOKENS if tokens is None else amount_named("--attention-tokens", tokens))
     )
     stops = (
         Termination(**named_values("--terminate-rule", rule or "", RULE, "tau=1e-5,phi=1e-3,patience=5"))
@@ -99,9 +104,34 @@ def attention_named(
     )
 
 
-def _kept(name: str, tokens: int) -> Policy:
-    """The policy `name` that keeps `tokens` tokens, sink and local blocks included."""
+def amount_named(option: str, text: int | float | str) -> int | float:
+    """'4K' → 4096 tokens, '0.2' → a share of the prompt. Raises InputError for neither."""
+    try:
+        share = text if isinstance(text, float) else float(text) if "." in str(text) else None
+    except ValueError:
+        share = None  # such as 1.5K
+    if share is None:
+        return count_named(option, text)
+    if not 0 < share <= 1:
+        raise InputError(f"{option} is {text}; expected tokens, such as 4K, or a share of the prompt, such as 0.2")
+    return share
+
+
+def _kept(name: str, tokens: int | float) -> Policy:
+    """The policy `name` that keeps `tokens` tokens, sink and local blocks, or the window, included."""
     usual = NAMES[name]()
+    if usual.once:
+        if isinstance(tokens, int) and tokens <= usual.window:
+            raise InputError(
+                f"--attention-tokens is {tokens}; {name} keeps the last {usual.window} tokens of a prompt in any case: "
+                f"expected more, or a share of the prompt, such as 0.2"
+            )
+        return NAMES[name](tokens)
+    if isinstance(tokens, float):
+        raise InputError(
+            f"--attention-tokens is {tokens}; {name} keeps a fixed number of tokens, such as 4K: shares are for "
+            f"{' and '.join(known for known, make in NAMES.items() if make().once)}"
+        )
     least = usual.sink + (usual.local + 1 if usual.topk else 1)
     if tokens % usual.block or tokens < least * usual.block:
         raise InputError(

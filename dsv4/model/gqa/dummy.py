@@ -70,10 +70,13 @@ def fill_weights(model: GQAModel, seed: int = 0) -> None:
 @torch.no_grad()
 def fill_grouped(cache: GroupedCache, lengths: list[int], seed: int = 0) -> None:
     """Keys and values of unit variance in every slot, as if row b held lengths[b] tokens; summaries, if any, are
-    computed from them."""
+    computed from them, and a policy that chooses once does it by random queries."""
     for i, layer in enumerate(cache.layers):
         for held in (layer.keys, layer.values):
             held.normal_(generator=torch.Generator(held.device).manual_seed(seed + i))
     cache.reset()
     cache._main.now, cache._main.high = list(lengths), list(lengths)
     cache.summarise_again()
+    for i, layer in enumerate(cache.layers):
+        if layer.selection is not None:
+            layer.selection.draw(layer.keys, lengths, torch.Generator(layer.keys.device).manual_seed(seed + i))

@@ -15,10 +15,11 @@ from dsv4.cache.layout import Layout
 from dsv4.cache.page_tables import PageTable
 from dsv4.cache.paging import PageGroup
 from dsv4.cache.streams import LayerStreams, Stream
-from dsv4.kernels.block_choice import Policy, dense
+from dsv4.kernels.block_choice import Observed, Policy, dense
 from dsv4.model.gqa.cache import BLOCK, LayerRows, cache_streams
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
 from dsv4.model.gqa.paged import GROUPS, PagedRows
+from dsv4.model.gqa.selection import Selection
 from dsv4.model.numerics import Numerics
 
 
@@ -34,7 +35,7 @@ class GroupedLayout(Layout):
     def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None, summarise: Callable):
         self.config, self.numerics, self.policy, self.summarise = config, numerics, policy, summarise
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
-        self.searched = None if policy is None or policy.selector is None else policy
+        self.searched = policy if policy is not None and (policy.selector is not None or policy.once) else None
         windows = set(config.windows) - {None}
         groups = [PageGroup(GROUPS[AttentionKind.FULL], BLOCK)] if None in config.windows else []
         groups += [PageGroup(GROUPS[AttentionKind.SLIDING], BLOCK, back=max(windows) - 1)] if windows else []
@@ -53,7 +54,17 @@ class GroupedLayout(Layout):
         return cache_streams(self.config, batch, max_context, self.numerics, self.searched)
 
     def allocate(self, plan: Sequence[LayerStreams], devices: Sequence[torch.device]) -> tuple[list, tuple]:
-        return [LayerRows(p, d, self.block) for p, d in zip(plan, devices, strict=True)], ()
+        layers = [LayerRows(p, d, self.block) for p, d in zip(plan, devices, strict=True)]
+        self.select(layers)
+        return layers, ()
+
+    def select(self, layers: Sequence[LayerRows]) -> None:
+        """Give the layers without a window a `Selection` if the policy chooses once, none otherwise."""
+        full = [layer for layer, window in zip(layers, self.config.windows, strict=True) if window is None]
+        for i, layer in enumerate(full):
+            layer.selection = (
+                Selection(layer.tensors, self.policy, i, len(full)) if isinstance(self.policy, Observed) else None
+            )
 
     def paged_plan(self, pages: Mapping[str, int]) -> list[LayerStreams]:
         """Streams as at once for one tile, with as many pages as the layer's group has, and page 0."""

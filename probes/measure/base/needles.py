@@ -215,15 +215,21 @@ def found(
 def answers(
     model: CausalLM, variants: list[Variant], asked: list[Asked], limits: Limits, say: Say
 ) -> dict[str, list[bool]]:
-    """Whether each answer was given, by variant. Where all act in decoding alone, prompts are prefilled once."""
+    """Whether each answer was given, by variant. Where all act in decoding alone, prompts are prefilled once for those
+    that need not see them. A policy that chooses once runs its prompts with their questions, as published: its window
+    is the question."""
     if not all(v.decode_only for v in variants):
         found = {}
         for variant in variants:
             with variant.on(model):
                 found[variant.name] = answered(model, asked, limits, lambda text: say(f"{variant.name}: {text}"))
         return found
-    ways = {v.name: lambda cache, v=v: v.resumed(model, cache) for v in variants}
-    said = replies_by(model, asked, limits, ways, say, DECODED)
+    ways = {v.name: lambda cache, v=v: v.resumed(model, cache) for v in variants if v.resumable}
+    said = replies_by(model, asked, limits, ways, say, DECODED) if ways else {}
+    for variant in variants:
+        if not variant.resumable:
+            with variant.on(model):
+                said[variant.name] = replies(model, asked, limits, lambda text: say(f"{variant.name}: {text}"), 1)
     return {name: [reply == a.answer for a, reply in zip(asked, of)] for name, of in said.items()}
 
 

@@ -20,7 +20,8 @@ from dsv4.probes.scenes.patching import replaced
 class Variant:
     """A name, and a context manager under which a model runs that way; it leaves the model as it was.
 
-    budget: tokens of the context that a query reads at most in the layers that choose, None: all. Caches are made and
+    budget: tokens of the context that a query reads at most in the layers that choose, None: all, or a share of the
+    prompt. Of a policy that chooses once: of the prompt, the mean of the layers. Caches are made and
     used inside the context. exact: reads everything, the run that others are held against. own: what the checkpoint
     itself does. control:
     known to lose what is distant. decode_only: acts in passes of at most 16 tokens; longer ones are dense and exact. k:
@@ -40,6 +41,12 @@ class Variant:
     def on(self, model: CausalLM) -> AbstractContextManager:
         return self.switch(model)
 
+    @property
+    def resumable(self) -> bool:
+        """Whether this way to decode goes on from a prompt that ran under any other that acts in decoding alone. A
+        policy that chooses once needs the queries of its own prompt."""
+        return self.decode_only and not (self.policy is not None and self.policy.once)
+
     @contextmanager
     def resumed(self, model: CausalLM, cache: Cache) -> Iterator[Cache]:
         """`on`, with a cache that was filled under another variant which acts in decoding alone, as this one does: it
@@ -49,11 +56,17 @@ class Variant:
                 cache.adopt(self.policy)
             yield cache
 
+    def budget_at(self, context: int) -> int | None:
+        """`budget` of a context: a share is of so many tokens."""
+        share = self.budget is None and self.policy is not None and self.policy.once
+        return self.policy.budget(0, 1, context) if share else self.budget
+
     def keeps_all(self, context: int) -> bool:
         """Whether nothing is left out of `context` tokens: a measurement there proves nothing."""
         if self.k is not None and not self.exact:
             return self.k >= context // kinds.CSA
-        return not self.control and (self.budget is None or self.budget >= context)
+        budget = self.budget_at(context)
+        return not self.control and (budget is None or budget >= context)
 
     def about(self) -> dict:
         """As JSON values."""
@@ -101,18 +114,24 @@ def of_csa(k: int, exact: bool = False, own: bool = False, window: int = 0) -> V
 # ---- policies of a GQA model ----------------------------------------------------------------
 
 
-def policy_variants(names: list[str] | None, budgets: list[int], block: int | None) -> list[Variant]:
-    """Dense first, then each policy at each budget of tokens. names: of dsv4.kernels.block_choice.POLICIES (default:
-    all); block: tokens of a block instead of the policy's own. Raises InputError for unknown names and for budgets
-    below a keep-set."""
+def policy_variants(names: list[str] | None, budgets: list[int | float], block: int | None) -> list[Variant]:
+    """Dense first, then each policy at each budget. names: of dsv4.kernels.block_choice.POLICIES (default: all);
+    budgets: tokens, and shares of the prompt, which count for policies that choose once alone; block: tokens of a block
+    instead of the policy's own, where it has blocks. Raises InputError for unknown names, for budgets below a keep-set,
+    and for shares that no policy takes."""
     known = NAMES
     names = [name.replace("+", "-") for name in names or known]
     unknown = [name for name in names if name not in known]
     if unknown:
         raise InputError(f"--policy {unknown[0]!r} is unknown; expected some of {', '.join(known)}")
-    sizes = {} if block is None else {"block": block}
+    once = {name for name in names if known[name]().once}
+    shares = [tokens for tokens in budgets if isinstance(tokens, float)]
+    if shares and not once:
+        raise InputError(f"--budget {shares[0]} is a share of the prompt, which no policy of {', '.join(names)} takes")
+    sizes = lambda name: {} if block is None or name in once else {"block": block}
+    takes = lambda name, tokens: name != "dense" and (name in once or not isinstance(tokens, float))
     try:
-        found = [known[name](tokens, **sizes) for name in names if name != "dense" for tokens in budgets]
+        found = [known[name](tokens, **sizes(name)) for name in names for tokens in budgets if takes(name, tokens)]
     except UnsupportedInput as error:
         raise InputError(
             f"--budget {','.join(map(str, budgets))} is too little: {error}; ask for a larger one, or a smaller --block"
@@ -123,7 +142,7 @@ def policy_variants(names: list[str] | None, budgets: list[int], block: int | No
 
 def of_policy(policy: Policy) -> Variant:
     """A GQA model under `policy`, by its `attention`."""
-    name = "dense" if policy.dense else f"{policy.name}, {policy.tokens} tokens"
+    name = "dense" if policy.dense else f"{policy.name}, {policy.size}"
 
     @contextmanager
     def switch(model: CausalLM) -> Iterator[None]:

@@ -18,7 +18,7 @@ valid = KIND.valid
 PREFILL = {
     True: "Policies act in decoding alone: every prompt is prefilled densely and exactly; the tokens after it, and the "
     f"last {needles.DECODED} tokens of a needle's prompt, are run in passes of at most {PASS} tokens under the "
-    "policy.",
+    "policy. Where a policy chooses once, its window must hold the question, so needles' prompts are prefilled whole.",
     False: "CSA has no dense mode to prefill in: prompts, continuations and needles run with the variant's k from the "
     "first token on, so what a small k loses early is lost to all layers above.",
 }
@@ -75,7 +75,7 @@ def compared(
             rows.append(
                 {
                     "variant": variant.name,
-                    "budget": variant.budget,
+                    "budget": variant.budget_at(context),
                     "context": context,
                     "status": status,
                     "texts": len(ids),

@@ -12,15 +12,16 @@ selector.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
-from dsv4.kernels.block_choice import Policy, block_scores
+from dsv4.kernels.block_choice import Observed, Policy, block_scores
 from dsv4.kernels.block_choice.reference import distant_blocks
 from dsv4.kernels.block_summaries import summarise_blocks
 from dsv4.kernels.indexer.reference import topk_entries
 from dsv4.model.causal import CausalLM
-from dsv4.probes.measure.base.attending import attending
+from dsv4.probes.measure.base.attending import attending, kept_once, longest_window, observing
 from dsv4.probes.measure.base.mass import QUERY_BLOCK, mask, row_mass, watched
 from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.variants import Variant
@@ -110,7 +111,7 @@ def measure(
                 total = added(total, of)
             for layer, of in [*layers.items(), *([(None, total)] if layers else [])]:
                 found.append(
-                    {"variant": variant.name, "budget": variant.budget, "context": context, "layer": layer}
+                    {"variant": variant.name, "budget": variant.budget_at(context), "context": context, "layer": layer}
                     | figures(of)
                 )
     return found
@@ -121,16 +122,22 @@ def observe(
 ) -> None:
     """One row ids int64 [T] under the exact run; `see` gets each choosing layer's last `queries` queries of each
     context."""
-    cache, at, watch = (
-        model.new_cache(1, len(ids), max_rewind=0),
-        0,
-        _watch_blocks if reads_by_policy(model) else _watch_entries,
-    )
+    cache, at = model.new_cache(1, len(ids), max_rewind=0), 0
+    window, observed = longest_window(v.policy for v in variants), {}
     for context in contexts:
         first = max(at, context - queries)
-        if first > at:
-            model.append(ids[None, at:first], cache, logits="none", chunk=chunk)
-        with watch(model, variants, lambda layer, *what: see(layer, context, *what)):
+        early = max(at, first - window)
+        if early > at:
+            model.append(ids[None, at:early], cache, logits="none", chunk=chunk)
+        if first > early:  # the window of policies that choose once, after the first `first` tokens
+            with observing(model, window, observed):
+                model.append(ids[None, early:first], cache, logits="none", chunk=chunk)
+        look = lambda layer, *what: see(layer, context, *what)
+        if reads_by_policy(model):
+            watch = _watch_blocks(model, variants, look, first, dict(observed))
+        else:
+            watch = _watch_entries(model, variants, look)
+        with watch, observing(model, window, observed) if window else nullcontext():
             model.append(ids[None, first:context], cache, logits="none", chunk=chunk)
         at = context
 
@@ -152,14 +159,32 @@ def _watch_entries(model: CausalLM, variants: list[Variant], see: Callable):
 # ---- policies of a GQA model ----------------------------------------------------------------
 
 
-def _watch_blocks(model: CausalLM, variants: list[Variant], see: Callable):
-    """What its KV heads choose counts as a query each."""
+def _watch_blocks(
+    model: CausalLM, variants: list[Variant], see: Callable, prompt: int, observed: dict[int, torch.Tensor]
+):
+    """What its KV heads choose counts as a query each. prompt: tokens before these queries, of which policies that
+    choose once choose by the queries observed [n, H, D] of each layer."""
 
     def look(layer: int, attn, q, keys, values, step) -> None:
         for variant in variants:
-            see(layer, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
+            if isinstance(variant.policy, Observed):
+                kept = kept_once(model, layer, observed[layer], keys, prompt, attn.scale, variant.policy)
+                see(layer, variant.name, *tokens(q, keys, step.start, attn.scale, *kept))
+            else:
+                see(layer, variant.name, *blocks(q, keys, step.start, attn.scale, variant.policy))
 
     return attending(model, look)
+
+
+def tokens(
+    q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, scale: float, best: torch.Tensor, since: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(mass, kept, choices) as `blocks` gives them, by token: [T·KV, N]. best int64 [KV, k]: what was chosen of the
+    tokens before `since`; all of those were choices."""
+    (T, KV), mass = (q.shape[1], keys.shape[1]), block_mass(q, keys, start, scale, 1)
+    choices = (torch.arange(mass.shape[-1], device=q.device) < since).expand(T, KV, -1)
+    kept = torch.zeros(KV, mass.shape[-1], dtype=torch.bool, device=q.device).scatter_(1, best, True).expand(T, -1, -1)
+    return tuple(t.flatten(0, 1) for t in (mass, kept, choices))
 
 
 def blocks(

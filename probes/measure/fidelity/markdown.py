@@ -72,6 +72,14 @@ def _reading(document: dict) -> str:
     return "\n".join(lines)
 
 
+def _most(variant: dict) -> str:
+    """Tokens that a query reads at most, in words."""
+    if variant["budget"] is not None:
+        return f"{variant['budget']:,}"
+    share = (variant["policy"] or {}).get("retention")
+    return "all" if share is None else f"{share:.0%} of the prompt"
+
+
 def _variants(variants: list[dict]) -> Table:
     kind = lambda v: (
         "exact" if v["exact"] else "control" if v["control"] else "the checkpoint's own" if v["own"] else ""
@@ -81,6 +89,9 @@ def _variants(variants: list[dict]) -> Table:
         if v["k"] is not None
         else "–"
         if v["policy"] is None or v["policy"]["dense"]
+        else "by {window} last queries of the prompt, {pooling} pooling over {kernel}".format(**v["policy"])
+        + ("" if v["policy"]["beta"] is None else f", budgets falling by layer, beta {v['policy']['beta']}")
+        if "retention" in v["policy"]
         else "{}blocks of {block}: {sink} sink, {local} local, {topk} distant".format(
             f"{v['policy']['selector']} of " if v["policy"]["selector"] else "", **v["policy"]
         )
@@ -89,7 +100,7 @@ def _variants(variants: list[dict]) -> Table:
         variants,
         ("variant", "name"),
         ("", kind),
-        (">tokens read at most", "budget", lambda tokens: "all" if tokens is None else f"{tokens:,}"),
+        (">tokens read at most", _most),
         ("what", what),
     )
 

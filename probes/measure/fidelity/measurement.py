@@ -18,7 +18,7 @@ class Fidelity(ModelMeasurement):
         choices: tuple[str, str, str],
         *,
         kernel: Sequence[str] | None,
-        reads: tuple[list[int] | None, list[str] | None, list[int] | None, int | None],
+        reads: tuple[list[int] | None, list[str] | None, list[int | float] | None, int | None],
         text: Path | None,
         **given,
     ):

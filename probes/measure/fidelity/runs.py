@@ -87,9 +87,9 @@ def run(
     """The greedy continuation int64 [B, new] of the first T − tail tokens of ids [B, T]; see(at, logits [B, n, vocab])
     is given what predicts the row's own tokens T − tail + at …, in order. Variants that act in decoding alone run both
     in passes of PASS tokens.
-    cache: as `prefilled` gives it, of any variant that acts in decoding alone, and left so (None: prefilled under this
-    variant)."""
-    T, given = ids.shape[1], cache is not None
+    cache: as `prefilled` gives it, of any variant that acts in decoding alone, and left so (None, and for variants that
+    are not resumable: prefilled under this variant)."""
+    T, given = ids.shape[1], cache is not None and variant.resumable
     prompt = T - tail
     cache = cache if given else prefilled(model, variant, ids, tail, new, chunk)
     with variant.resumed(model, cache) if given else variant.on(model):

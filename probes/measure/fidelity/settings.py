@@ -61,7 +61,7 @@ def variants_of(
     settings: Settings,
     topk: list[int] | None,
     policies: list[str] | None,
-    budgets: list[int] | None,
+    budgets: list[int | float] | None,
     block: int | None,
 ) -> list[Variant]:
     """The exact run first. Raises InputError for choices that this family of models does not have, and where nothing is

@@ -2,17 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from dsv4.kernels.block_choice import Policy
+from dsv4.kernels.block_choice import Observed, Policy
 from dsv4.kernels.grouped_attention.termination import Termination
 from dsv4.model.attention import HCAAttention
 from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base import needles
-from dsv4.probes.measure.base.attending import attending
-from dsv4.probes.measure.base.mass import watched
+from dsv4.probes.measure.base.attending import attending, kept_once, longest_window, observing
+from dsv4.probes.measure.base.mass import watched as watched_csa
 from dsv4.probes.measure.base.models import Say, reads_by_policy
 from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.variants import Variant, of_policy
@@ -28,43 +28,55 @@ Key = tuple[str, int, int]  # order, context, layer
 def walks(
     model: CausalLM, policies: list[Policy], rows: torch.Tensor, settings: Settings, chunk: int, say: Say
 ) -> dict[Key, Walk]:
-    """The last queries of each context of rows int64 [B, T], by order, context and layer."""
+    """The last queries of each context of rows int64 [B, T], by order, context and layer. For a policy that chooses
+    once, the tokens before these queries are the prompt."""
     found: dict[Key, list[Walk]] = {}
+    window = longest_window(policies)
     for b, ids in enumerate(rows):
-        cache, at = model.new_cache(1, len(ids), max_rewind=0), 0
+        cache, at, observed = model.new_cache(1, len(ids), max_rewind=0), 0, {}
         for context in settings.contexts:
             say(f"walks: row {b + 1} of {len(rows)}, {context} tokens")
             first = max(at, context - settings.queries)
-            if first > at:
-                model.append(ids[None, at:first], cache, logits="none", chunk=chunk)
+            early = max(at, first - window)
+            if early > at:
+                model.append(ids[None, at:early], cache, logits="none", chunk=chunk)
+            if first > early:
+                with observing(model, window, observed):
+                    model.append(ids[None, early:first], cache, logits="none", chunk=chunk)
 
             def see(order: str, layer: int, walk: Walk) -> None:
                 found.setdefault((order, context, layer), []).append(walk)
 
-            with _watched(model, policies, settings.tile, see):
+            watched = _watched(model, policies, settings.tile, see, first, dict(observed))
+            with watched, observing(model, window, observed) if window else nullcontext():
                 model.append(ids[None, first:context], cache, logits="none", chunk=chunk)
             at = context
     return {key: joined(parts) for key, parts in found.items()}
 
 
 def name_of(policy: Policy) -> str:
-    return "dense, newest first" if policy.dense else f"{policy.name}, {policy.tokens} tokens"
+    return "dense, newest first" if policy.dense else f"{policy.name}, {policy.size}"
 
 
 @contextmanager
-def _watched(model: CausalLM, policies: list[Policy], tile: int, see: Callable) -> Iterator[None]:
+def _watched(
+    model: CausalLM, policies: list[Policy], tile: int, see: Callable, prompt: int, observed: dict[int, torch.Tensor]
+) -> Iterator[None]:
     if reads_by_policy(model):
 
         def look(layer: int, attn, q, keys, values, step) -> None:
             for policy in policies:
-                see(name_of(policy), layer, orders.heads(q, keys, values, step.start, attn.scale, policy, tile))
+                kept = None
+                if isinstance(policy, Observed):
+                    kept = kept_once(model, layer, observed[layer], keys, prompt, attn.scale, policy)
+                see(name_of(policy), layer, orders.heads(q, keys, values, step.start, attn.scale, policy, tile, kept))
 
         with attending(model, look):
             yield
         return
     csa = lambda layer, attn, *held: see("CSA, best first", layer, orders.entries(attn, *held, tile))
     hca = lambda layer, attn, *held: see("HCA, newest first", layer, orders.heavily_compressed(attn, *held, tile))
-    with watched(model, csa), _watched_hca(model, hca):
+    with watched_csa(model, csa), _watched_hca(model, hca):
         yield
 
 

@@ -19,7 +19,7 @@ class Termination(ModelMeasurement):
         checkpoint: Path,
         choices: tuple[str, str, str],
         *,
-        reads: tuple[list[str] | None, list[int] | None],
+        reads: tuple[list[str] | None, list[int | float] | None],
         rule: tuple[float, float, int, int | None],
         text: Path | None,
         **given,

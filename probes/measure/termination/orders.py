@@ -1,6 +1,7 @@
 """The walks of a model's attention: the tiles of each order, and their contents.
 
-A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first. CSA: the
+A GQA model: dense, newest first after the sequence's first tile; a policy's keep-set, most important first; of a policy
+that chooses once, the newest token first back to the window's first, then the chosen by falling score. CSA: the
 window newest first, then the selected entries by falling index score. HCA: the window, then the entries, newest first.
 The sink logit of CSA and HCA counts from the beginning. Whatever device the model is on, walks are on the host.
 """
@@ -17,17 +18,33 @@ from dsv4.kernels.indexer.reference import topk_entries
 from dsv4.probes.measure.termination.walk import Walk, joined, walk
 from dsv4.probes.scenes.buffers import numbers
 
+Kept = tuple[torch.Tensor, int]
 
-def places(q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Policy, tile: int) -> torch.Tensor:
+
+def places(
+    q: torch.Tensor, keys: torch.Tensor, start: torch.Tensor, policy: Policy, tile: int, kept: Kept | None = None
+) -> torch.Tensor:
     """Positions of the tiles that each query and KV head reads, in order: int64 [T, KV, n, tile] of one row, −1 where
-    nothing is. q [1, T, H, D]; keys [1, KV, S, D]; start int64 [1]."""
+    nothing is. q [1, T, H, D]; keys [1, KV, S, D]; start int64 [1]; kept: what a policy that chooses once chose after
+    its prompt, (tokens int64 [KV, k], since) of `choose_tokens`."""
     (_, T, _, D), (KV, S) = q.shape, keys.shape[1:3]
     position = start.unsqueeze(1) + torch.arange(T)
     if policy.dense:
         return newest_first(position, torch.zeros_like(position), -(-S // tile), tile)[0].expand(T, KV, -1, -1)
+    if kept is not None:
+        best, since = kept
+        recent = (position[0].unsqueeze(-1) - torch.arange(int(position.max()) - since + 1)).unsqueeze(1)
+        recent = torch.where(recent >= since, recent, -1).expand(T, KV, -1)
+        found = torch.cat((recent, best.cpu().expand(T, KV, -1)), -1)
+        found = found.gather(-1, (found < 0).long().argsort(dim=-1, stable=True))
+        return _in_tiles(found, tile)
     low, high, mean = (torch.zeros(1, KV, -(-S // policy.block), D, dtype=keys.dtype) for _ in range(3))
     summarise_blocks(keys, torch.zeros_like(start), int(start[0]) + T, low, high, mean, policy.block)
     found = positions_of(choose_blocks(q, KV, low, high, mean, start, policy, True), policy.block)[0]
+    return _in_tiles(found, tile)
+
+
+def _in_tiles(found: torch.Tensor, tile: int) -> torch.Tensor:
     return F.pad(found, (0, -found.shape[-1] % tile), value=-1).unflatten(-1, (-1, tile))
 
 
@@ -39,11 +56,12 @@ def heads(
     scale: float,
     policy: Policy,
     tile: int,
+    kept: Kept | None = None,
 ) -> Walk:
     """Walks of T queries of one row, T·KV groups. Arguments as `places` takes them, values like keys."""
     (_, T, H, _), KV = q.shape, keys.shape[1]
     q, keys, values, start = (x.cpu() for x in (q, keys, values, start))
-    order, groups = places(q, keys, start, policy, tile), q[0].double().view(T, KV, H // KV, -1)
+    order, groups = places(q, keys, start, policy, tile, kept), q[0].double().view(T, KV, H // KV, -1)
     found = []
     for t in range(T):
         for kv in range(KV):

@@ -92,7 +92,7 @@ def settle(
     return Settings(contexts=contexts, rule=ruled, tile=tile, looser=tuple(looser), asked=asked, **given)
 
 
-def orders_of(model, names: list[str] | None, budgets: list[int] | None) -> list[Policy]:
+def orders_of(model, names: list[str] | None, budgets: list[int | float] | None) -> list[Policy]:
     """What is walked of a GQA model: dense first. Empty for a DeepSeek-V4 one, whose layers have one order each. Raises
     InputError."""
     if not reads_by_policy(model):
