@@ -15,6 +15,7 @@ from dsv4.probes.oracle import reading
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.control import attempted_all
+from dsv4.probes.scenes.gqa import selections
 from dsv4.probes.scenes.gqa.keep_sets import Group, judged
 from dsv4.probes.scenes.gqa.steps import Tally, Watched, captured, full_layers, out_of_reach, poisoned
 from dsv4.probes.scenes.patching import kept
@@ -69,6 +70,13 @@ class SparseReading(Probe):
             for policy in POLICIES:
                 checks += attempted_all(
                     "a policy runs", policy.name, "sparse reading", lambda: self._policy(subject, policy)
+                )
+            for policy in selections.OBSERVED:
+                checks += attempted_all(
+                    "a policy runs",
+                    policy.name,
+                    "prompt's choice",
+                    lambda: selections.checks(subject, policy, self.seed),
                 )
             checks += attempted_all(
                 "of equal scores the lowest block is kept", "equal keys", "keep-set, ties", lambda: ties(subject)

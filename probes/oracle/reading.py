@@ -52,3 +52,39 @@ def best(scores: torch.Tensor, among: range, k: int) -> set[int]:
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     """One softmax over keys [n, D] for each of q [G, D]: [G, D]. NaN without any key."""
     return torch.softmax(q @ keys.T * scale, -1) @ values
+
+
+def observed(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    before: int,
+    scale: float,
+    kernel: int,
+    average: bool = True,
+    causal: bool = True,
+) -> torch.Tensor:
+    """Scores of the first `before` of keys [P, D] by the last W queries of each head of a group, q [G, W, D]: float64
+    [before]. Sources: SnapKV (Li et al. 2024) for the sum over queries and the pooling, which counts zeros beyond the
+    ends; kvpress for the average over the group."""
+    P, W = len(keys), q.shape[1]
+    found = []
+    for head in q:
+        mass = torch.zeros(before, dtype=torch.float64)
+        for w in range(W):
+            seen = keys[: P - W + w + 1] if causal else keys
+            mass += torch.softmax(seen @ head[w] * scale, 0)[:before]
+        near = [mass[max(0, t - kernel // 2) : t + kernel // 2 + 1] for t in range(before)]
+        found.append(torch.stack([n.sum() / kernel if average else n.max() for n in near]))
+    return torch.stack(found).mean(0)
+
+
+def layer_budgets(kept: int, window: int, prompt: int, layers: int, beta: int | None) -> list[int]:
+    """Tokens of a prompt by layer, the window among them: `kept` in the mean, by PyramidKV's rule (Cai et al. 2024,
+    its code) where beta is given."""
+    if kept >= prompt or beta is None or layers == 1:
+        return [min(kept, prompt)] * layers
+    least = (kept - window) // beta
+    most = 2 * (kept - window) - least
+    if most > prompt - window:
+        most, least = prompt - window, 2 * (kept - window) - (prompt - window)
+    return [window + most - layer * ((most - least) // (layers - 1)) for layer in range(layers)]

@@ -75,11 +75,12 @@ def full_layers(model: GQAModel) -> list[int]:
 
 
 def poisoned(model: GQAModel, batch: int, room: int) -> GroupedCache:
-    """A cache that holds NaN wherever nothing was written yet."""
+    """A cache whose rows hold NaN wherever nothing was written yet."""
     cache = model.new_cache(batch, room)
     for layer in cache.layers:
         for tensor in layer.tensors.values():
-            tensor.fill_(float("nan"))
+            if tensor.is_floating_point():  # lists of positions are whole from the beginning
+                tensor.fill_(float("nan"))
     return cache
 
 
