@@ -97,9 +97,9 @@ def test_a_report_of_policies(run, gqa_path, prose, tmp_path):
         "--context",
         700,
         "--policy",
-        "dense,sink-window,block-bound",
+        "dense,sink-window,block-bound,snapkv",
         "--budget",
-        "64,128",
+        "64,128,0.2",
         "--block",
         16,
         "--needles",
@@ -116,13 +116,18 @@ def test_a_report_of_policies(run, gqa_path, prose, tmp_path):
     assert [v["name"] for v in found["variants"]] == [
         "dense",
         *(f"{p}, {n} tokens" for p in ("sink+window", "block-16 bound") for n in (64, 128)),
+        *(f"snapkv, {n} of the prompt" for n in ("64 tokens", "128 tokens", "20%")),
     ]
+    budgets = {r["variant"]: r["budget"] for r in found["rows"]}
+    assert budgets["snapkv, 20% of the prompt"] == 140 and budgets["snapkv, 64 tokens of the prompt"] == 64
     assert (
         "Policies act in decoding alone" in found["prefill"]
-        and len(found["rows"]) == 4
-        and len(found["needles"]["rows"]) == 5 * 2
+        and len(found["rows"]) == 7
+        and len(found["needles"]["rows"]) == 8 * 2
     )
     kept = {r["variant"]: r for r in found["findability"] if r["layer"] is None}
+    some = kept["snapkv, 128 tokens of the prompt"]
+    assert some["chance"] < some["mass_kept"] < some["mass_best"] and "snapkv, 20% of the prompt" in kept
     assert kept["sink+window, 128 tokens"]["findability"] == 0 < kept["block-16 bound, 64 tokens"]["findability"]
 
 

@@ -86,11 +86,17 @@ def test_a_report_of_policies(run, gqa_path, tmp_path):
     of = {(r["order"], r["varied"], r["tau"]): r for r in found["varied"] if r["context"] == 700}
     assert of[orders_[0], "tau", 1e-6]["skipped"] == 0 < of[orders_[0], "without scale", 0.1]["skipped_alone"]
     assert all(r["bound_tight"] is None or r["bound_tight"] <= 1 for r in found["varied"])
+    assert found["schema_version"] == "1.1"
+    assert all(r["by_probe"]["bound_tight"] is None or r["by_probe"]["bound_tight"] <= 1 for r in found["varied"])
+    assert any(r["whole"]["agree"] is not None for r in found["rows"])
     rules = [(r["order"], r["tau"]) for r in found["needles"] if r["haystack"] == "prose"]
     assert rules == [(o, t) for o in orders_ for t in (None, 0.1, 10)]
     shown = (tmp_path / "termination_gqa.md").read_text()
     for part in (
-        "## The bound",
+        "## The bound by sums",
+        "## The bound by the probe",
+        "## By layer: probe against the oracle, whole output",
+        "## By layer: probe against the oracle, known end",
         "## Ablations",
         "without direction",
         "## Sweeps",

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from dsv4.kernels.block_choice import POLICIES, choose_blocks, dense
+from dsv4.kernels.block_choice import POLICIES, Observed, choose_blocks, choose_tokens, dense
 from dsv4.kernels.block_summaries import summarise_blocks
 from dsv4.kernels.gather_attention import gather_attention
 from dsv4.kernels.grouped_attention import Termination, grouped_attention
 from dsv4.probes.measure.termination import orders
-from dsv4.probes.measure.termination.stops import at, bounds, figures, oracle_stops, probe_stops
+from dsv4.probes.measure.termination.stops import at, bounds, figures, oracle_stops, probe_bounds, probe_stops
 from dsv4.probes.measure.termination.walk import walk
 
 H, KV, D, S, SCALE = 6, 2, 48, 512, 0.3
@@ -158,3 +158,119 @@ def test_a_sink_is_there_from_the_beginning():
 def last(logits, values, sink):
     e = logits.flatten(1).double().exp()
     return e @ values.flatten(0, 1).double() / (e.sum(-1) + sink.double().exp()).unsqueeze(-1)
+
+
+def naive(row, t, h, rule, places):
+    """(stop by the probe, stop by the whole output, probe bound at the first, its steady form, ν) of query t and head h
+    by loops over tiles, in fp64; the probe's channels are written out."""
+    q, keys, values, _ = row
+    kv, position, probe = h // (H // KV), 495 + t, sorted((5 + 37 * i) % D for i in range(32))
+    tiles = [tile for tile in places[t, kv] if (tile >= 0).any()]
+    o, _ = written_out(q[0, t, h], keys[0, kv], values[0, kv], tiles, position)
+
+    def moves(of):
+        return [(b - a).norm().item() for a, b in zip(of, of[1:])]
+
+    def stop(of):
+        streak = 0
+        for n, (a, b) in enumerate(zip(of, of[1:]), 2):
+            near = (b - a).norm() < rule.tau
+            along = 1 - (a @ b) / (a.norm() * b.norm()) < rule.phi
+            streak = streak + 1 if near and along else 0
+            if streak == rule.patience:
+                return n
+        return len(of)
+
+    at, T, x = stop(o[:, probe]), len(o), o[:, probe]
+    b = at - rule.patience + 1
+    after = list(zip(range(2, T + 1), moves(x), moves(o)))[at - 1 :]  # tiles at + 1 … T
+    drift = max([0.0] + [n * m - rule.tau * b for n, m, _ in after])
+    nu = min([m / whole for _, m, whole in after], default=1.0)
+    log = math.log(T / at)
+    return at, stop(o), (rule.tau * b + drift) / nu * log, rule.tau * b / nu * log, nu
+
+
+@pytest.mark.parametrize(
+    "tau, phi, early, late", [(0.2, 0.2, 12, 0), (9, 0.005, 0, 2)], ids=["by scale", "by direction"]
+)
+def test_the_oracle_by_the_whole_output_and_the_probes_bound_are_those_of_loops(row, tau, phi, early, late):
+    stopping = Termination(tau=tau, phi=phi, patience=2, tile=64)
+    q, keys, _, start = row
+    found = orders.heads(*row, SCALE, dense(), 64)
+    places = orders.places(q, keys, start, dense(), 64)
+    stop, whole = probe_stops(found, stopping), probe_stops(found, stopping, whole=True)
+    bound, steady, nu, drift = probe_bounds(found, stopping, stop)
+    for t in range(5):
+        for h in range(H):
+            mine = t * KV + h // (H // KV), h % (H // KV)
+            at_, of, most, level, constant = naive(row, t, h, stopping, places)
+            assert (stop[mine].item(), whole[mine].item()) == (at_, of)
+            assert steady[mine].item() == pytest.approx(level) and bound[mine].item() == pytest.approx(most)
+            assert nu[mine].item() == pytest.approx(constant) and (drift[mine] > 0) == (most > level * (1 + 1e-9))
+    assert ((stop < whole).sum(), (stop > whole).sum()) == (early, late) and (stop < 8).any() and (whole < 8).any()
+    assert (at(found.left, stop) <= bound * (1 + 1e-12)).all() and (nu[stop < 8] < 1).all()
+    f = figures(found, stopping)
+    decided = (stop < 8) | (whole < 8)
+    offset = (stop - whole)[decided]
+    shares = [(offset == 0).double().mean(), (offset < 0).double().mean(), (offset > 0).double().mean()]
+    assert [f["whole"][k] for k in ("agree", "early", "late")] == pytest.approx([s.item() for s in shares])
+    assert f["whole"]["decided"] == decided.double().mean().item()
+    assert f["whole"]["offset_median"] == offset.double().quantile(0.5).item()
+    assert f["whole"]["skipped"] == pytest.approx(1 - whole.sum().item() / 240)
+    stops = stop < 8
+    assert f["by_probe"]["bound_tight"] == pytest.approx((at(found.left, stop)[stops] / bound[stops]).max().item())
+    assert f["by_probe"]["drifting"] == (drift[stops] > 0).double().mean().item()
+    assert f["by_probe"]["steady_broken"] == (at(found.left, stop) > steady)[stops].double().mean().item()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_probes_bound_holds_at_every_stop(seed):
+    """Random, growing, fading and spiking tiles; for every stop there could be. The steady bound does not hold."""
+    grow = [0.0, 0.3, -0.3, 0.0, 1.0, 0.1][seed]
+    logits, values = randn(3, 24, 64, seed=seed) + grow * torch.arange(24).view(24, 1), randn(24, 64, D, seed=9 + seed)
+    if seed == 3:
+        logits[:, 20] += 6
+    found, rule, broken = walk(logits, values), Termination(tau=1e-3, patience=3), 0
+    for stop in range(4, 25):
+        where = torch.full(found.size.shape, stop)
+        bound, steady, nu, _ = probe_bounds(found, rule, where)
+        assert (at(found.left, where) <= bound * (1 + 1e-12) + 1e-15).all() and (nu > 0).all()
+        broken += int((at(found.left, where) > steady * (1 + 1e-12)).sum())
+    assert broken > 0
+
+
+def test_tiles_alike_have_no_drift():
+    """Where every tile brings the same weight and a value that alternates evenly, t·‖Δ‖ is level: the steady bound is
+    the bound."""
+    values = randn(1, 1, D, seed=3).expand(16, 64, D) + torch.where(torch.arange(16) % 2 == 0, 1.0, -1.0).view(16, 1, 1)
+    found = walk(torch.zeros(1, 16, 64), values)
+    rule = Termination(tau=float(found.moved[0, 0, 1:].max()), phi=2, patience=2)
+    stop = probe_stops(found, rule)
+    bound, steady, _, drift = probe_bounds(found, rule, stop)
+    assert stop.item() < 16 and drift.item() == 0 and bound.item() == steady.item() >= at(found.left, stop).item()
+
+
+def test_few_channels_are_all_probed():
+    """With 32 channels and less the probe is the whole output: ν is 1, and no stop is early or late."""
+    found = walk(randn(4, 12, 64, seed=1), randn(12, 64, 32, seed=2))
+    rule = Termination(tau=0.15, phi=1, patience=2)
+    f = figures(found, rule)
+    assert f["whole"]["agree"] == 1 and f["by_probe"]["nu_least"] == pytest.approx(1) and 0 < f["skipped_alone"] < 1
+
+
+def test_stops_under_a_choice_made_after_the_prompt(row):
+    """The walk reads the model's list: the newest token first back to the window's first, then by falling score."""
+    q, keys, _, start = row
+    policy, rule = Observed("snap", retention=0.6, window=32), Termination(tau=0.7, phi=0.2, patience=2, tile=64)
+    best, since = choose_tokens(randn(32, H, D, seed=7), keys[0, :, :495], SCALE, policy, 0, 1)
+    found = orders.heads(*row, SCALE, policy, 64, (best, since))
+    listed = torch.full((1, 5, KV, 320), -1, dtype=torch.int32)
+    for t in range(5):
+        order = torch.cat((torch.arange(495 + t, since - 1, -1).expand(KV, -1), best), 1)
+        listed[0, t, :, : order.shape[1]] = order
+    out, read = gather_attention(*row[:3], listed, start, None, SCALE, 1, rule)
+    stop = probe_stops(found, rule).amax(-1)
+    assert torch.equal(stop.view(5, KV), read[0].long()) and found.tiles.tolist() == [5] * 10 and (stop < 5).any()
+    full, _ = gather_attention(*row[:3], listed, start, None, SCALE, 1, Termination(tau=0, tile=64))
+    error = (out - full)[0].view(5 * KV, H // KV, D).norm(dim=-1)
+    assert torch.allclose(at(found.left, stop.view(-1, 1).expand(-1, H // KV)).float(), error, atol=1e-5)

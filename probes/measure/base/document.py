@@ -15,12 +15,13 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "schema"
 @dataclass(frozen=True)
 class Kind:
     """name: of the measurement, by which its schema is called; title: before the checkpoint's name; seeded: what the
-    seed decides."""
+    seed decides; revision: of the version, '.1' where documents have more than those of the version had first."""
 
     name: str
     title: str
     seeded: str
     version: str = "1"
+    revision: str = ""
 
     @property
     def schema(self) -> Path:
@@ -48,7 +49,7 @@ class Kind:
         else:
             texts = {"text": text if isinstance(text, dict) else text.about()}
         head = {
-            "schema_version": self.version,
+            "schema_version": self.version + self.revision,
             "title": f"{self.title} {about['checkpoint']['name']}, {about['subject']}",
             "provenance": about,
         }

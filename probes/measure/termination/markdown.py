@@ -9,9 +9,11 @@ REMARKS = """Walks: the last queries of each context along the exact run, in fp6
 Tiles skipped: those that
 no head of a group needs any more, which is what saves bytes. Error: ‖o − o⁽ᵀ⁾‖ / ‖o⁽ᵀ⁾‖ of what comes out, held \
 against the same order read
-to its end. Oracle: the first tile after which the whole output is within τ and φ of the final one. Agree: the probe \
-stops neither before the
-oracle nor more than its own wait after it. Definitions, and those of the bound: \
+to its end. Oracle, whole output: the same rule on all channels; agree: the probe stops at the same tile. Oracle, \
+known end: the first tile after
+which the whole output is within τ and φ of the final one; agree: the probe stops neither before it nor more than its \
+own wait after it. Offsets are
+in tiles, from the oracle's stop to the probe's. Definitions, and those of the bounds: \
 probes/measure/termination/README.md."""
 NEEDLES = """Questions and answers are decoded, prompts are prefilled densely and exactly, once for all. Bounds are \
 one-sided 97.5 % each
@@ -32,9 +34,11 @@ def render(document: dict, plots: dict[str, str]) -> str:
         escape(paragraph(REMARKS)),
         *pictures(plots),
         *section("By order and context", together(document)),
-        *section("The bound", bound(document)),
+        *section("The bound by sums, this tool's own", bound(document)),
+        *section("The bound by the probe: b = t* − p + 1, ν the probe constant", probe_bound(document)),
         *section("Ablations, longest context", ablations(document), *without_effect(document)),
-        *section("By layer: probe against oracle", layers(document)),
+        *section("By layer: probe against the oracle, whole output", whole_layers(document)),
+        *section("By layer: probe against the oracle, known end", layers(document)),
         *section("Sweeps, longest context", sweeps(document)),
     ]
     if document["geometries"]:
@@ -59,8 +63,9 @@ def _reading(document: dict) -> str:
         verdict = "**Pays.**" if v["pays"] else f"**Does not pay**: {why}."
         lines.append(
             f"- {v['context']:,} tokens, {escape(v['order'])}: **{percent(v['skipped'])}** of {r['tiles']:.1f} tiles "
-            f"skipped (oracle: {percent(r['skipped_oracle_shared'])}), relative error {mean} in the mean, {most} at "
-            f"the 99th percentile. {verdict}"
+            f"skipped (oracle, whole output: {percent(r['whole']['skipped_shared'])}; known end: "
+            f"{percent(r['skipped_oracle_shared'])}), relative error {mean} in the mean, {most} at the 99th "
+            f"percentile. {verdict}"
         )
     needles = grouped(document["needles"] or [], lambda r: (r["haystack"], r["context"]))
     for (haystack, context), group in needles.items():
@@ -72,7 +77,8 @@ def _reading(document: dict) -> str:
 # ---- tables, which the terminal shows too ---------------------------------------------------------
 
 SKIPPED, ALONE = (">skipped", "skipped", percent), (">each head alone", "skipped_alone", percent)
-ORACLE, EARLY = (">oracle", "skipped_oracle_shared", percent), (">early", "early", percent)
+ORACLE, EARLY = (">oracle, known end", "skipped_oracle_shared", percent), (">early", "early", percent)
+WHOLE = (">oracle, whole output", "whole", lambda of: percent(of["skipped_shared"]))
 ERROR = (">error, mean", "error_mean", ".2g"), (">99th percentile", "error_p99", ".2g")
 LARGEST = (">largest", "error_max", ".2g")
 AGREEMENT = (
@@ -84,6 +90,9 @@ AGREEMENT = (
     (">5 %", "offset_p5", "+.0f"),
     (">95 %", "offset_p95", "+.0f"),
 )
+
+
+AGREED = [column[1] for column in AGREEMENT]
 
 
 def _all_layers(document: dict) -> list[dict]:
@@ -99,8 +108,9 @@ def together(document: dict) -> Table:
         (">tiles", "tiles", ".1f"),
         SKIPPED,
         ALONE,
+        WHOLE,
         ORACLE,
-        (">oracle, alone", "skipped_oracle", percent),
+        (">known end, alone", "skipped_oracle", percent),
         *ERROR,
         LARGEST,
     )
@@ -118,6 +128,28 @@ def bound(document: dict) -> Table:
         (">steady bound, median", "steady_median", ".2g"),
         (">beyond the steady bound", "steady_broken", percent),
     )
+
+
+def probe_bound(document: dict) -> Table:
+    return table_of(
+        [r | r["by_probe"] for r in _all_layers(document)],
+        CONTEXT,
+        "order",
+        (">heads that stop", "bound_of", ","),
+        (">largest error", "error_alone_max", ".2g"),
+        (">ν, median", "nu_median", ".2g"),
+        (">least", "nu_least", ".2g"),
+        (">with drift", "drifting", percent),
+        (">bound, median", "bound_median", ".2g"),
+        (">largest error / bound", "bound_tight", ".2g"),
+        (">steady bound, median", "steady_median", ".2g"),
+        (">beyond the steady bound", "steady_broken", percent),
+    )
+
+
+def whole_layers(document: dict) -> Table:
+    rows = [r | {key: value for key, value in r["whole"].items() if key in AGREED} for r in document["rows"]]
+    return table_of(rows, CONTEXT, "order", LAYER, SKIPPED, WHOLE, *AGREEMENT)
 
 
 def layers(document: dict) -> Table:

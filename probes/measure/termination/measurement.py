@@ -40,7 +40,9 @@ class Termination(ModelMeasurement):
     def show(self, found: dict, console: Console) -> None:
         console.print(found["title"])
         show_table(console, "by order and context", *markdown.together(found))
-        show_table(console, "the bound", *markdown.bound(found))
+        show_table(console, "by layer: probe against the oracle, whole output", *markdown.whole_layers(found))
+        show_table(console, "the bound by sums", *markdown.bound(found))
+        show_table(console, "the bound by the probe", *markdown.probe_bound(found))
         show_table(console, "ablations", *markdown.ablations(found))
         if found["geometries"]:
             show_table(console, "published keep-sets", *markdown.geometries(found))

@@ -13,15 +13,16 @@ class Walk:
     tile t.
 
     tiles int64 [N]: tiles that a query has, T; what lies beyond repeats the last one. moved: ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ of the
-    probed channels, turned: 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾), both infinite at the first tile. changed: ‖o⁽ᵗ⁾ − o⁽ᵗ⁻¹⁾‖₂ over all
-    channels. left: ‖o⁽ᵗ⁾ − o⁽ᵀ⁾‖₂, astray: 1 − cos(o⁽ᵗ⁾, o⁽ᵀ⁾). mass: ℓ⁽ᵗ⁾, the sum of exponentials so far, in units of
-    the largest one. size [N, G]: ‖o⁽ᵀ⁾‖₂.
+    probed channels, turned: 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾); changed and veered: the same two of o, over all channels; all
+    infinite at the first tile. left: ‖o⁽ᵗ⁾ − o⁽ᵀ⁾‖₂, astray: 1 − cos(o⁽ᵗ⁾, o⁽ᵀ⁾). mass: ℓ⁽ᵗ⁾, the sum of exponentials
+    so far, in units of the largest one. size [N, G]: ‖o⁽ᵀ⁾‖₂.
     """
 
     tiles: torch.Tensor
     moved: torch.Tensor
     turned: torch.Tensor
     changed: torch.Tensor
+    veered: torch.Tensor
     left: torch.Tensor
     astray: torch.Tensor
     mass: torch.Tensor
@@ -46,7 +47,8 @@ def walk(logits: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None =
     moved = torch.cat((nothing, (x[:, 1:] - x[:, :-1]).norm(dim=-1)), -1)
     turned = torch.cat((nothing, _turn(x[:, 1:], x[:, :-1])), -1)
     changed = torch.cat((nothing, (o[:, 1:] - o[:, :-1]).norm(dim=-1)), -1)
-    found = moved, turned, changed, (o - last).norm(dim=-1), _turn(o, last), mass, last[:, 0].norm(dim=-1)
+    veered = torch.cat((nothing, _turn(o[:, 1:], o[:, :-1])), -1)
+    found = moved, turned, changed, veered, (o - last).norm(dim=-1), _turn(o, last), mass, last[:, 0].norm(dim=-1)
     return Walk(torch.tensor([logits.shape[1]]), *(t.unsqueeze(0) for t in found))
 
 
