@@ -79,6 +79,18 @@ def window_of_the_first_piece(site: Site) -> None:
     real = site.patch(Selection, "observe", observe)
 
 
+@mutation("1.15", bugs=(), parts=("prompt's choice, tokens",), **READING)
+def window_of_the_last_piece_alone(site: Site) -> None:
+    """Each piece of a prompt counts as a prompt: a last one that is shorter than the window observes alone."""
+
+    def observe(self, step, q, keys, scale):
+        for i in range(len(step.starts)):
+            self.runs[step.first + i] = (0, 0)
+        real(self, step, q, keys, scale)
+
+    real = site.patch(Selection, "observe", observe)
+
+
 @mutation("1.15", bugs=(), parts=("prompt's choice, budget",), **READING)
 def budget_of_another_layer(site: Site) -> None:
     """Layers take the budgets of those that follow them; the last one takes the first's."""
