@@ -86,7 +86,7 @@ def _row(result: Result, steps: list[int]) -> dict:
     return {
         "id": result.id,
         "tokens": len(result.token_ids),
-        "acceptance": spec.acceptance,
+        "acceptance": spec.acceptance or 0.0,  # None: nothing was drafted
         "mean_block_size": spec.mean_block_size,
         "gaps_in_steps": np.diff(steps).tolist(),
         "gaps_in_seconds": result.between_tokens,
@@ -123,7 +123,7 @@ def markdown(about: dict, setup: dict, rows: list[dict]) -> str:
         "",
         f"{setup['checkpoint']}, numerics {setup['numerics']}, backend {setup['backend']} on {setup['device']}; "
         f"{setup['requests']} requests of {setup['file']}, {setup['rows']} rows, drafts of {setup['drafter']}. High, "
-        f"low: requests above and below the median of acceptance under policy {setup['split']}. Between tokens: in steps "
+        f"low: requests above and below the median acceptance under policy {setup['split']}. Between tokens: in steps "
         "of the engine; tokens of one pass come at once.",
         "",
         "| pool, tokens | policy | steps | evictions | steps under pressure | hit rate | fragmentation | mean block, "
