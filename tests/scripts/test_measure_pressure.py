@@ -7,7 +7,7 @@ from scripts import measure_pressure
 
 def test_policies_and_pools_have_a_row_each(monkeypatch, tmp_path):
     asked = tmp_path / "asked.jsonl"
-    lines = [{"id": name, "token_ids": [5, 6, 7, 5, 6, 7, n], "max_tokens": 6} for n, name in enumerate("abc")]
+    lines = [{"id": name, "token_ids": [5 + n, 6, 7] * 4, "max_tokens": 6} for n, name in enumerate("abc")]
     asked.write_text("\n".join(map(json.dumps, lines)))
     words = ["--requests", str(asked), "--pool-tokens", "256,512", "--policies", "off", "4", "--rows", "2"]
     monkeypatch.setattr("sys.argv", ["measure_pressure.py", *words, "--speculate", "lookup", "--out", str(tmp_path)])
