@@ -107,7 +107,7 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         write(documents[-1])
 
     found = list(read_requests(lines, encode, options.speculate))
-    cache = _cache(session, [r for r in found if isinstance(r, Request)], options)
+    cache = new_pool(session.model, [r for r in found if isinstance(r, Request)], options)
     engine = BatchEngine(session.model, cache, session.stop_ids, options.together, finish, **options.engine)
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
@@ -158,13 +158,14 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
     return tokenizer, encode
 
 
-def _cache(session: Session, asked: Sequence[Request], options: Options) -> PagedCache:
-    limit = session.model.config.max_position_embeddings
+def new_pool(model: CausalLM, asked: Sequence[Request], options: Options) -> PagedCache:
+    """A cache of `options.rows` rows, with the context and pages that the options state or else the requests need."""
+    limit = model.config.max_position_embeddings
     needed = max((n for r in asked if (n := len(r.prompt_ids) + r.max_tokens - 1) <= limit), default=1)
     context = min(needed, limit) if options.context is None else options.context
     rewind = 0 if options.speculate == "off" else REWIND
-    pages = _pages(session.model, options.rows, capacity(session.model, context), options.tokens, rewind)
-    return new_paged_cache(session.model, options.rows, context, max_rewind=rewind, pages=pages)
+    pages = _pages(model, options.rows, capacity(model, context), options.tokens, rewind)
+    return new_paged_cache(model, options.rows, context, max_rewind=rewind, pages=pages)
 
 
 def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated
 
@@ -66,7 +67,12 @@ def command():
 
 
 def main() -> None:
-    """Entry point: run a command, turn expected failures into one line and an exit code.
+    """Entry point of `dsv4`."""
+    guarded(_invoke)
+
+
+def guarded(run: Callable[[], None]) -> None:
+    """Run a command and exit: expected failures become one line and an exit code.
 
     Exit codes: 0 done, 1 findings or a plan that does not fit, 2 bad input, 130 interrupted, 141 the reader of a pipe
     left.
@@ -75,7 +81,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not end the run
     try:
-        code = _run()
+        code = _code(run)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # the reader of a pipe may have left; here the error can still be handled
@@ -89,14 +95,18 @@ def main() -> None:
     sys.exit(code)
 
 
-def _run() -> int:
+def _invoke() -> None:
+    if COMPLETION in os.environ:
+        command().main(prog_name="dsv4")  # answers the shell, and exits
+    with command().make_context("dsv4", sys.argv[1:]) as context:  # not main(), which makes a closed pipe code 1
+        command().invoke(context)
+
+
+def _code(run: Callable[[], None]) -> int:
     if sys.stdout is None:
         return _fail("standard output is closed, and results go there; leave it open, or send it to /dev/null")
     try:
-        if COMPLETION in os.environ:
-            command().main(prog_name="dsv4")  # answers the shell, and exits
-        with command().make_context("dsv4", sys.argv[1:]) as context:  # not main(), which makes a closed pipe code 1
-            command().invoke(context)
+        run()
         return 0
     except typer.Exit as stop:
         return stop.exit_code

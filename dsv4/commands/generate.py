@@ -312,14 +312,18 @@ def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig
     read. Raises as `model_config`, `encode` and `dsv4.engine.generate.context_needed` do."""
     config = model_config(checkpoint)
     tokenizer, ids = encode(checkpoint, config, request)
-    most = config.max_position_embeddings
-    if request.context is not None and request.context > most:
-        raise InputError(
-            f"--max-context {request.context} exceeds the checkpoint's max_position_embeddings {most}; ask for at most "
-            "that"
-        )
+    check_context(config, request.context)
     context_needed(config, [ids], request.max_new_tokens, request.context)
     return config, tokenizer, ids
+
+
+def check_context(config: ModelConfig | GQAConfig, context: int | None) -> None:
+    """Raises InputError for more tokens of context than the checkpoint takes."""
+    most = config.max_position_embeddings
+    if context is not None and context > most:
+        raise InputError(
+            f"--max-context {context} exceeds the checkpoint's max_position_embeddings {most}; ask for at most that"
+        )
 
 
 def encode(checkpoint: Path, config: ModelConfig | GQAConfig, request: Request) -> tuple[Tokenizer | None, list[int]]:

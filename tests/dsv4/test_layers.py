@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # from the top; a module imports its own layer and those below it
-    ("commands", ("dsv4.commands", "dsv4.__main__")),
+    ("commands", ("dsv4.commands", "dsv4.lm_eval", "dsv4.__main__")),
     ("probes", ("dsv4.probes",)),
     ("engine", ("dsv4.engine", "dsv4.sampling", "dsv4.speculation", "dsv4.cost_model", "dsv4.runtime")),
     ("model", ("dsv4.model", "dsv4.cache")),
