@@ -76,8 +76,8 @@ def arguments_named(given: Mapping[str, Any]) -> Arguments:
         raise InputError("no checkpoint was named; pass --model_args checkpoint=DIRECTORY")
     if isinstance(cut := found.get("prefill_chunks"), list | tuple):
         found["prefill_chunks"] = ",".join(map(str, cut))
-    if str(rows := found.get("batch_size")).isdecimal():
-        found["batch_size"] = int(rows)  # lm_eval's own --batch_size is text
+    if str(found.get("batch_size")).isdecimal():
+        found["batch_size"] = int(found["batch_size"])  # lm_eval's own --batch_size is text
     return Arguments(**found)
 
 

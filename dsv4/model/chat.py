@@ -25,7 +25,8 @@ def chat_parts(
     messages: {'role': 'system' | 'user' | 'assistant', 'content': text}; a system message only first. Raises InputError
     for another order.
     """
-    parts, expected = [(BOS, True)], ("system", "user")
+    parts = [(BOS, True)]
+    expected: tuple[str, ...] = ("system", "user")
     for message in messages:
         role, text = message["role"], message["content"]
         if role not in expected:

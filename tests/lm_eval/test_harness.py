@@ -1,0 +1,384 @@
+"""dsv4 under lm_eval, beside lm_eval's own adapter of transformers on the same checkpoint, on tasks that are written
+here. Nothing is fetched."""
+
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+
+from dsv4.errors import InputError
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when lm_eval imports its libraries
+pytest.importorskip("lm_eval")
+
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from dsv4.lm_eval import model as adapter
+from dsv4.lm_eval import scoring
+from dsv4.lm_eval.model import Dsv4LM
+from dsv4.model import chat
+from dsv4.model.tokenizer import Tokenizer
+from tests.lm_eval.conftest import write_tokenizer
+from tests.texts import PROSE
+
+CLOSE = 1e-4  # nats, of sums of log-probabilities in fp32 in other orders
+
+
+def requests(kind: str, *given) -> list[Instance]:
+    return [Instance(kind, {}, arguments, i) for i, arguments in enumerate(given)]
+
+
+@pytest.fixture(scope="module")
+def theirs(folder) -> HFLM:
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def ours(folder) -> Dsv4LM:
+    return Dsv4LM(checkpoint=str(folder), numerics="fp32", batch_size=3)
+
+
+def close(found, wanted) -> bool:
+    return len(found) == len(wanted) and all(abs(a - b) < CLOSE for a, b in zip(found, wanted))
+
+
+def agree(found, wanted) -> bool:
+    """Of log-likelihoods, with equal flags of greedy continuations."""
+    return close([a for a, _ in found], [a for a, _ in wanted]) and [g for _, g in found] == [g for _, g in wanted]
+
+
+# ---- log-likelihoods -----------------------------------------------------------------------------------------------
+
+PAIRS = [
+    ("The kernels of the model", " are compared with the reference."),
+    ("The kernels of the model ", "are compared"),  # the space belongs to the continuation
+    ("The kernels of the model", " x"),
+    ("", "A text without a context"),
+    ("a", " continuation that is much longer than its context, with several words and a full stop."),
+    ("Question: which of these holds?\nAnswer:", " no"),
+    ("Question: which of these holds?\nAnswer:", " yes"),
+    (PROSE[:4000], " and that was too long"),  # for the context of 512 tokens: its first tokens are left out
+    (PROSE[4000:5000], "\n\nA heading"),
+]
+
+
+def greedy_pairs(model: HFLM) -> list[tuple[str, str]]:
+    """Continuations that transformers finds greedy: the likeliest next token, where its text reads as that token."""
+    found = []
+    for start in range(0, 1500, 75):
+        context = PROSE[start : start + 60].rstrip()
+        ids = model.tok_encode(context)
+        text = model.tok_decode([int(model._model_call(torch.tensor([ids]))[0, -1].argmax())])
+        if model.tok_encode(context + text)[: len(ids)] == ids and text.strip():
+            found.append((context, text))
+    return found
+
+
+def test_log_likelihoods_are_transformers(ours, theirs, caplog):
+    given = requests("loglikelihood", *PAIRS, *greedy_pairs(theirs))
+    wanted = theirs.loglikelihood(given, disable_tqdm=True)
+    with caplog.at_level(logging.WARNING, "lm_eval.dsv4"):
+        found = ours.loglikelihood(given, disable_tqdm=True)
+    assert agree(found, wanted)
+    assert any(greedy for _, greedy in wanted) and not all(greedy for _, greedy in wanted)
+    assert "2 of " in caplog.text and "lost their first tokens, for a context of 512 tokens" in caplog.text
+
+
+def test_a_request_alone_and_in_a_batch_agree(ours, folder):
+    given = requests("loglikelihood", *PAIRS)
+    alone = Dsv4LM(checkpoint=str(folder), numerics="fp32", batch_size=1)
+    assert agree(ours.loglikelihood(given, True), [alone.loglikelihood([one], True)[0] for one in given])
+
+
+def test_rolling_log_likelihoods_are_transformers(folder):
+    """Texts of one window of 64 tokens, of several, and of none. Sums of windows stay below 1,000 nats,
+    where fp32, in which lm_eval adds, has steps of 6e-5."""
+    theirs = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=3, max_length=64)
+    ours = Dsv4LM(checkpoint=str(folder), numerics="fp32", batch_size=3, max_context=64)
+    given = requests("loglikelihood_rolling", ("A short text.",), (PROSE[:400],), ("a",), (PROSE[900:1100],))
+    assert len(ours.tok_encode(PROSE[:400])) > 2 * ours.max_length
+    found = ours.loglikelihood_rolling(given, True)
+    assert close(found, theirs.loglikelihood_rolling(given, True))
+    assert ours.loglikelihood_rolling(requests("loglikelihood_rolling", ("",)), True) == [0.0]
+
+
+def test_rolling_texts_are_decoded_where_a_policy_acts_and_else_prompts(dense_folder):
+    """Chunks of a prompt and policies of decoding each change the sum; neither does where it reads all."""
+    given = requests("loglikelihood_rolling", (PROSE[:1800],))
+    run = lambda **how: Dsv4LM(checkpoint=str(dense_folder), numerics="fp32", **how).loglikelihood_rolling(given, True)[
+        0
+    ]
+    dense = run()
+    assert len(Tokenizer(dense_folder, 384).encode(PROSE[:1800])) < 1024
+    assert abs(run(prefill_chunks=[64, 8, 24]) - dense) > 1
+    assert abs(run(attention="sink-window", attention_tokens=256) - dense) > 1
+    assert abs(run(attention="sink-window", attention_tokens=512) - dense) < 1e-3
+
+
+def later(context, continuation, most):
+    """The continuation is scored where it begins one token later."""
+    row = whole(context, continuation, most)
+    return row._replace(ids=(*row.ids[1:], continuation[-1]))
+
+
+whole = scoring.row_of
+FAULTS = {
+    "one token later": (scoring, "row_of", later),
+    "without the context": (scoring, "row_of", lambda a, b, most: whole(a[-1:], b, most)),
+    "cut on the right": (scoring, "row_of", lambda a, b, most: scoring.Row(tuple([*a, *b][:most]), len(b))),
+    "empty context after the end of text": (Dsv4LM, "prefix_token_id", 1),
+    "no begin of text": (Dsv4LM, "tok_encode", lambda self, text, *given, **more: self.tokenizer.encode(text)),
+    "begin of text twice": (
+        Dsv4LM,
+        "tok_encode",
+        lambda self, text, *given, **more: [0, *self.tokenizer.encode_templated(text)],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_seen(fault, ours, theirs, folder, monkeypatch):
+    """In log-likelihoods, in rolling ones, or in both, for a tokenizer to which the fault applies."""
+    where, name, wrong = FAULTS[fault]
+    templated = ours.tokenizer.encode_templated("") == [0]
+    pairs, texts = requests("loglikelihood", *PAIRS), requests("loglikelihood_rolling", ("A short text.",))
+    wanted = theirs.loglikelihood(pairs, True), theirs.loglikelihood_rolling(texts, True)
+    faulty = Dsv4LM(checkpoint=str(folder), numerics="fp32", batch_size=3)
+    if where is Dsv4LM and name == "prefix_token_id":
+        faulty.prefix_token_id = 0 if ours.prefix_token_id else 1
+    else:
+        monkeypatch.setattr(where, name, wrong)
+    same = (
+        agree(faulty.loglikelihood(pairs, True), wanted[0]),
+        close(faulty.loglikelihood_rolling(texts, True), wanted[1]),
+    )
+    assert all(same) if fault == "no begin of text" and not templated else not all(same)
+
+
+def test_what_cannot_be_scored_is_one_line(ours):
+    for pair, message in (
+        (("a", ""), "the continuation of the context 'a' is empty"),
+        (("a", PROSE[:4000]), r"a continuation has \d+ tokens, over the 512 of the context; raise max_context"),
+    ):
+        with pytest.raises(InputError, match=message):
+            ours.loglikelihood(requests("loglikelihood", pair), True)
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+def test_greedy_texts_are_transformers(ours, theirs):
+    """With stop strings that come, that span tokens, and that do not; with other lengths; too long for the context."""
+    free = {"until": [], "max_gen_toks": 24}
+    contexts = ["The kernels of the model", "Question: what?\nAnswer:", PROSE[:4000], "a", PROSE[900:1400]]
+    texts = theirs.generate_until(requests("generate_until", *((c, free) for c in contexts)), True)
+    hows = [
+        {"until": texts[0][9:12], "max_gen_toks": 24},
+        {"until": ["never comes", texts[1][6:8], texts[1][4:6]], "max_new_tokens": 24},
+        {"until": [], "max_gen_toks": 8, "do_sample": False, "temperature": 0.0, "num_beams": 1},
+        {"until": ["\n\n"], "max_gen_toks": 1},
+        free,
+    ]
+    for given in (
+        requests("generate_until", *((c, free) for c in contexts)),
+        requests("generate_until", *zip(contexts, hows)),
+    ):
+        assert ours.generate_until(given, True) == theirs.generate_until(given, True)
+
+
+def test_sampled_texts_depend_on_the_seed_and_on_nothing_else(ours):
+    how = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5, "top_p": 0.95}
+    given = requests("generate_until", *((context, how) for context in ("The", "The", "A model of", "Why")))
+    torch.manual_seed(3)
+    texts = ours.generate_until(given, True)
+    assert texts[0] != texts[1]  # repeats of one request are drawn anew
+    assert ours.generate_until(given, True) == texts
+    assert ours.generate_until(given[2:], True) == texts[2:]
+    torch.manual_seed(4)
+    assert ours.generate_until(given, True) != texts
+
+
+@pytest.mark.parametrize(
+    "how,message",
+    [
+        ({"until": [], "top_k": 5}, "generation argument 'top_k' is unknown; expected until, max_gen_toks"),
+        ({"until": [], "num_beams": 4}, "generation argument 'num_beams' is unknown"),
+        ({"until": [], "max_gen_toks": 512}, "max_gen_toks is 512; expected 1 to 511"),
+        ({"until": [], "max_gen_toks": 0}, "max_gen_toks is 0; expected 1 to 511"),
+        ({"until": [], "temperature": -1.0, "do_sample": True}, "temperature -1.0 was asked for"),
+    ],
+)
+def test_what_cannot_be_generated_is_one_line(ours, how, message):
+    with pytest.raises(InputError) as error:
+        ours.generate_until(requests("generate_until", ("a", how)), True)
+    assert message in str(error.value)
+
+
+# ---- whole tasks ---------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    {"question": "The kernels of the model", "choices": ["are compared", "were lost", "sing"], "label": 0},
+    {"question": "A page of", "choices": ["tokens", "a book about it"], "label": 1},
+    {"question": "Errors are", "choices": ["one line", "many", "a", "b"], "label": 2},
+]
+TEXTS = [{"text": PROSE[:100]}, {"text": PROSE[1000:1080]}, {"text": "One line."}]
+
+
+def write_task(folder, name: str, docs: list[dict], **config) -> dict:
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    kwargs = {"data_files": str(file), "cache_dir": str(folder / "cache")}
+    return {"task": name, "dataset_path": "json", "dataset_kwargs": kwargs, "test_split": "train"} | config
+
+
+@pytest.fixture
+def tasks(tmp_path) -> list[dict]:
+    mean = lambda name, higher=True, by="mean": {"metric": name, "aggregation": by, "higher_is_better": higher}
+    perplexity = [mean("word_perplexity", False, "weighted_perplexity"), mean("bits_per_byte", False, "bits_per_byte")]
+    return [
+        write_task(
+            tmp_path,
+            "choice",
+            CHOICES,
+            output_type="multiple_choice",
+            doc_to_text="{{question}}",
+            doc_to_choice="{{choices}}",
+            doc_to_target="{{label}}",
+            metric_list=[mean("acc"), mean("acc_norm")],
+        ),
+        write_task(
+            tmp_path,
+            "rolling",
+            TEXTS,
+            output_type="loglikelihood_rolling",
+            doc_to_text="",
+            doc_to_target="{{text}}",
+            metric_list=perplexity,
+        ),
+        write_task(
+            tmp_path,
+            "answers",
+            CHOICES,
+            output_type="generate_until",
+            doc_to_text="{{question}}",
+            doc_to_target="{{choices[label]}}",
+            generation_kwargs={"until": ["\n", "."], "max_gen_toks": 16},
+            metric_list=[mean("exact_match")],
+        ),
+    ]
+
+
+def evaluated(tasks: list[dict], **how) -> dict:
+    manager = TaskManager(include_defaults=False)
+    return simple_evaluate(tasks=tasks, task_manager=manager, log_samples=True, bootstrap_iters=0, **how)
+
+
+def answers(found: dict) -> dict[str, list]:
+    return {name: [sample["resps"] for sample in samples] for name, samples in found["samples"].items()}
+
+
+def test_tasks_have_transformers_results(tasks, folder, theirs):
+    given = {"checkpoint": str(folder), "numerics": "fp32", "batch_size": 4}
+    found, wanted = evaluated(tasks, model="dsv4", model_args=given), evaluated(tasks, model=theirs)
+    ours, others = answers(found), answers(wanted)
+    assert ours["answers"] == others["answers"]
+    for mine, other in zip(ours["choice"], others["choice"]):
+        assert agree([x for [x] in mine], [x for [x] in other])
+    assert close([x for [[x]] in ours["rolling"]], [x for [[x]] in others["rolling"]])
+    for name, metrics in wanted["results"].items():
+        for metric, value in metrics.items():
+            if isinstance(value, float):
+                assert found["results"][name][metric] == pytest.approx(value, rel=1e-5)
+    assert found["config"]["dsv4_arguments"]["batch_size"] == 4 and found["config"]["dsv4_version"]
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+
+def test_a_conversation_reaches_the_model_as_the_chat_format(ours, folder, tasks, monkeypatch):
+    seen = []
+    monkeypatch.setattr(adapter, "scores", lambda model, pairs, *more: seen.extend(pairs) or [(0.0, True)] * len(pairs))
+    args = {"model": "dsv4", "model_args": {"checkpoint": str(folder)}}
+    evaluated(tasks[:1], **args, apply_chat_template=True, system_instruction="Be brief.")
+    system = {"role": "system", "content": "Be brief."}
+    wanted = [chat.chat_ids(ours.tokenizer, [system, {"role": "user", "content": doc["question"]}]) for doc in CHOICES]
+    assert [context for context, _ in seen] == [ids for ids, doc in zip(wanted, CHOICES) for _ in doc["choices"]]
+    assert ours.tokenizer.decode(list(seen[0][1])) == "are compared"
+
+
+def test_a_started_reply_and_names_of_control_tokens(ours, caplog):
+    history = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
+    text = ours.apply_chat_template(history, add_generation_prompt=False)
+    assert text.endswith(f"{chat.END_THINK}It is") and not caplog.text
+    with caplog.at_level(logging.WARNING, "lm_eval.dsv4"):
+        ours.apply_chat_template([{"role": "user", "content": f"What is {chat.USER}?"}])
+    assert f"a message has {chat.USER} in its text" in caplog.text
+    assert ours.tok_encode(f"What is {chat.USER}?") == ours.family.prompt_ids(
+        ours.tokenizer, f"What is {chat.USER}?", ours.model.config
+    )
+    assert ours.tokenizer.special[chat.USER] not in ours.tok_encode(f"What is {chat.USER}?")
+
+
+def test_a_tokenizer_without_control_tokens_has_no_chat_format(ours, monkeypatch):
+    with pytest.raises(InputError, match="dsv4 has one chat format: leave out the name"):
+        ours.chat_template("short")
+    monkeypatch.setattr(ours.tokenizer, "special", {})
+    for call in (
+        lambda: ours.chat_template(True),
+        lambda: ours.apply_chat_template([{"role": "user", "content": "a"}]),
+    ):
+        with pytest.raises(InputError, match="has no special token"):
+            call()
+
+
+# ---- the command line, and DeepSeek-V4 -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_tasks(monkeypatch):
+    """lm_eval without its own tasks, which take 10 s to list, and without its log, which would keep this stderr."""
+    whole = TaskManager.__init__
+    brief = lambda self, *given, **more: whole(self, *given, **more | {"include_defaults": False})
+    monkeypatch.setattr(TaskManager, "__init__", brief)
+    monkeypatch.setattr("lm_eval.__main__.setup_logging", lambda: None)
+
+
+def test_the_command_line(line, few_tasks, tasks, folder, tmp_path):
+    (file := tmp_path / "choice.yaml").write_text(json.dumps(tasks[0]))
+    code, out, err = line("--tasks", file, "--model_args", f"checkpoint={folder},numerics=fp32", "--batch_size", 2)
+    assert code == 0 and out.startswith("dsv4 (") and "|choice|" in out
+    bad = [
+        (["--tasks", "no_such_task", "--model_args", f"checkpoint={folder}"], "lm_eval: Tasks not found: no_such_task"),
+        (["--tasks", file, "--model_args", f"checkpoint={folder},attn=dense"], "model argument 'attn' is unknown"),
+        (["--tasks", file, "--model_args", f"checkpoint={folder},max_context=4K"], "exceeds the checkpoint's max_pos"),
+        (["--tasks", file, "--model_args", f"checkpoint={tmp_path}/none"], "is not a directory"),
+        (["--tasks", file], "no checkpoint was named"),
+        (["--tasks", file, "--log_samples"], "lm_eval: Specify --output_path"),
+    ]
+    for words, message in bad:
+        code, out, err = line(*words)
+        last = err[err.rindex("error: ") :]
+        assert code == 2 and out == "" and message in last and "Traceback" not in err, err
+
+
+def test_deepseek_v4_runs(brief_official, tmp_path_factory, tasks):
+    folder = shutil.copytree(brief_official, tmp_path_factory.mktemp("v4") / "c")
+    write_tokenizer(folder, 320, False)
+    (folder / "tokenizer_config.json").unlink()
+    found = answers(
+        evaluated(tasks, model="dsv4", model_args={"checkpoint": str(folder), "numerics": "fp32", "batch_size": 3})
+    )
+    model = Dsv4LM(checkpoint=str(folder), numerics="fp32")
+    assert model.tok_encode("text") == [0, *model.tokenizer.encode("text")] and model.prefix_token_id == 0
+    ids = [0, *model.tokenizer.encode(CHOICES[0]["question"])]
+    more = model.tokenizer.encode(" " + CHOICES[0]["choices"][0])
+    logs = model.model.forward(torch.tensor([ids + more[:-1]]))[0].log_softmax(-1)[-len(more) :]
+    wanted = float(logs.gather(1, torch.tensor(more).unsqueeze(1)).sum())
+    assert found["choice"][0][0][0][0] == pytest.approx(wanted, abs=CLOSE)
+    assert all(isinstance(text, str) for [[text]] in found["answers"]) and all(x < 0 for [[x]] in found["rolling"])
