@@ -90,6 +90,12 @@ def test_log_likelihoods_are_transformers(ours, theirs, caplog):
     assert "2 of " in caplog.text and "lost their first tokens, for a context of 512 tokens" in caplog.text
 
 
+def test_a_context_of_spaces_is_no_context(ours):
+    given = requests("loglikelihood", ("  ", "A text"), ("", "  A text"))
+    spaces, none = ours.loglikelihood(given, True)
+    assert spaces == none
+
+
 def test_a_request_alone_and_in_a_batch_agree(ours, folder):
     given = requests("loglikelihood", *PAIRS)
     alone = Dsv4LM(checkpoint=str(folder), numerics="fp32", batch_size=1)
@@ -110,12 +116,13 @@ def test_rolling_log_likelihoods_are_transformers(folder):
 
 def test_rolling_texts_are_decoded_where_a_policy_acts_and_else_prompts(dense_folder):
     """Chunks of a prompt and policies of decoding each change the sum; neither does where it reads all."""
-    given = requests("loglikelihood_rolling", (PROSE[:1800],))
-    run = lambda **how: Dsv4LM(checkpoint=str(dense_folder), numerics="fp32", **how).loglikelihood_rolling(given, True)[
-        0
-    ]
+    given = requests("loglikelihood_rolling", (PROSE[:700],))
+
+    def run(**how) -> float:
+        return Dsv4LM(checkpoint=str(dense_folder), numerics="fp32", **how).loglikelihood_rolling(given, True)[0]
+
+    assert 384 < len(Tokenizer(dense_folder, 384).encode(PROSE[:700])) < 512
     dense = run()
-    assert len(Tokenizer(dense_folder, 384).encode(PROSE[:1800])) < 1024
     assert abs(run(prefill_chunks=[64, 8, 24]) - dense) > 1
     assert abs(run(attention="sink-window", attention_tokens=256) - dense) > 1
     assert abs(run(attention="sink-window", attention_tokens=512) - dense) < 1e-3
