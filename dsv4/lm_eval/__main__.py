@@ -7,7 +7,7 @@ import traceback
 from dsv4.commands.cli import guarded
 from dsv4.errors import InputError
 
-NEEDED = "lm-eval>=0.4.10"  # as in pyproject.toml
+NEEDED = "lm-eval>=0.4.12"  # as in pyproject.toml
 OTHERS = ("ls", "validate", "-h", "--help")  # lm_eval's, which run no model
 
 

@@ -9,6 +9,8 @@ import pytest
 import typer
 
 from dsv4.commands.cli import app
+from dsv4.lm_eval.__main__ import words as lm_eval_words
+from dsv4.lm_eval.arguments import arguments_named
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -84,7 +86,7 @@ def test_every_python_command_calls_what_is_there(path, line):
     words = shlex.split(line)
     if words[1] == "-m":
         first = words[2].removeprefix("dsv4.").replace(".", "/")
-        if words[2] in ("pytest", "dsv4", "pip"):
+        if words[2] in ("pytest", "dsv4", "pip", "dsv4.lm_eval"):
             return
         source = next(f for f in (ROOT / f"{first}.py", ROOT / first / "__main__.py") if f.is_file())
     else:
@@ -95,6 +97,14 @@ def test_every_python_command_calls_what_is_there(path, line):
     text += (ROOT / "scripts" / "training" / "stretch.py").read_text() * ("train" in source.name)
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
         assert f'"{option}"' in text, f"{name(source)} has no {option}"
+
+
+@pytest.mark.parametrize("path, line", [call for call in of("python -m dsv4.lm_eval") if "--" in call.values[1]])
+def test_every_lm_eval_command_parses(path, line):
+    """By lm_eval's own command line, and its model arguments by dsv4."""
+    parser = pytest.importorskip("lm_eval._cli.harness").HarnessCLI()._parser
+    found = parser.parse_args(lm_eval_words(shlex.split(line)[3:]))
+    assert arguments_named(found.model_args).checkpoint == "CHECKPOINT"
 
 
 @pytest.mark.parametrize("path, line", of("make"))

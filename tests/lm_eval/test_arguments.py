@@ -91,7 +91,7 @@ def test_without_lm_eval_one_line_says_what_to_install(monkeypatch, line):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else whole(name))
     code, out, err = line("--tasks", "a")
     assert (code, out) == (2, "")
-    assert err == 'error: lm_eval is not installed; run: pip install "lm-eval>=0.4.10"'
+    assert err == 'error: lm_eval is not installed; run: pip install "lm-eval>=0.4.12"'
 
 
 def test_a_broken_lm_eval_is_one_line_too(monkeypatch, line):
