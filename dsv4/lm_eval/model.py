@@ -200,9 +200,11 @@ def _begin_and_end(path: Path, config, tokenizer: Tokenizer) -> tuple[int, int]:
     file = path / "tokenizer_config.json"
     named = read_json(file) if file.is_file() else {}
     words = [named.get(key) for key in ("bos_token", "eos_token")]
-    begin, end = (w.get("content") if isinstance(w, dict) else w for w in words)
-    end = tokenizer.control(end) if end else next(iter(config.eos_token_id), None)
-    begin = tokenizer.control(begin) if begin else end if named else config.bos_token_id
+    words = [word["content"] if isinstance(word, dict) else word for word in words]
+    begin, end = (None if word is None else tokenizer.backend.token_to_id(word) for word in words)
+    end = next(iter(config.eos_token_id), None) if end is None else end
+    if begin is None and not named:
+        begin = config.bos_token_id
     begin = end if begin is None else begin
     if begin is None:
         raise InputError(f"{path} names no begin or end of text, which comes before a text without a context")

@@ -5,10 +5,12 @@ import json
 import logging
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4.commands.generate import model_config
 from dsv4.errors import InputError
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when lm_eval imports its libraries
@@ -88,6 +90,26 @@ def test_log_likelihoods_are_transformers(ours, theirs, caplog):
     assert agree(found, wanted)
     assert any(greedy for _, greedy in wanted) and not all(greedy for _, greedy in wanted)
     assert "2 of " in caplog.text and "lost their first tokens, for a context of 512 tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "named,wanted",
+    [
+        (None, (0, 1)),  # as config.json
+        ({"bos_token": "<think>", "eos_token": {"content": "</think>"}}, (4, 5)),
+        ({"bos_token": None, "eos_token": "</think>"}, (5, 5)),
+        ({"eos_token": "no such token"}, (1, 1)),
+    ],
+)
+def test_begin_and_end_of_text(dense_folder, tmp_path, named, wanted):
+    tokenizer, config = Tokenizer(dense_folder, 384), model_config(dense_folder)
+    if named is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert adapter._begin_and_end(tmp_path, config, tokenizer) == wanted
+    neither = SimpleNamespace(bos_token_id=None, eos_token_id=())
+    if named is None:
+        with pytest.raises(InputError, match="names no begin or end of text"):
+            adapter._begin_and_end(tmp_path, neither, tokenizer)
 
 
 def test_a_context_of_spaces_is_no_context(ours):
