@@ -60,6 +60,21 @@ def words(dense_folder) -> Tokenizer:
     return Tokenizer(dense_folder, 384)
 
 
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """lm_eval's adapter of transformers."""
+    HFLM = pytest.importorskip("lm_eval.models.huggingface").HFLM
+    return HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=3)
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    pytest.importorskip("lm_eval")
+    from dsv4.lm_eval.model import Dsv4LM
+
+    return Dsv4LM(checkpoint=str(folder), numerics="fp32", batch_size=3)
+
+
 @pytest.fixture
 def line(monkeypatch, capsys):
     """Function: run `python -m dsv4.lm_eval …` in this process → (exit code, stdout, stderr in one line)."""

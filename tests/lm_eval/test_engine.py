@@ -1,8 +1,6 @@
 """Scores and generated texts as lm_eval's model gets them, beside the model's own logits and generation. Needs no
 lm_eval."""
 
-import math
-
 import pytest
 import torch
 
@@ -13,8 +11,8 @@ from dsv4.lm_eval import scoring
 from dsv4.lm_eval.generation import generated
 from dsv4.model import chat
 from dsv4.model.gqa.choice import Attention, attention_named
+from tests.lm_eval.compare import CLOSE, agree
 
-CLOSE = 1e-4  # nats, of sums of log-probabilities in fp32 in other orders
 MOST = 512  # tokens of the small checkpoints' context
 
 
@@ -35,12 +33,6 @@ def single(model, context: list[int], continuation: list[int]) -> tuple[float, b
     return float(found), logits[-n:].argmax(-1).tolist() == continuation
 
 
-def close(found: list[tuple[float, bool]], wanted: list[tuple[float, bool]]) -> bool:
-    return len(found) == len(wanted) and all(
-        math.isclose(a, b, rel_tol=0, abs_tol=CLOSE) and s is t for (a, s), (b, t) in zip(found, wanted)
-    )
-
-
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("decoded", [False, True])
 @pytest.mark.every
@@ -54,7 +46,7 @@ def test_scores_are_those_of_each_text_alone(session, rows, decoded):
     assert [greedy for _, greedy in wanted] == [False] * 6 + [True, True, False]
     counted = []
     found = scoring.scores(model, pairs, MOST, rows, decoded, counted.append)
-    assert close(found, wanted) and sum(counted) == len(pairs)
+    assert agree(found, wanted) and sum(counted) == len(pairs)
 
 
 def test_logits_of_a_long_text_never_exist_at_once(session, monkeypatch):
@@ -67,7 +59,7 @@ def test_logits_of_a_long_text_never_exist_at_once(session, monkeypatch):
     monkeypatch.setattr(scoring, "SCORED", 48)
     found = scoring.scores(session.model, [pair], MOST, 4, False)
     monkeypatch.undo()
-    assert max(sizes) == 48 and sum(sizes) == 370 and close(found, [single(session.model, *pair)])
+    assert max(sizes) == 48 and sum(sizes) == 370 and agree(found, [single(session.model, *pair)])
 
 
 @pytest.mark.parametrize("pair,message", [(([5], []), "adds no token"), (([5], [6] * 513), "has 513 tokens, over")])
