@@ -75,7 +75,7 @@ def reading(document: dict) -> str:
         f"{of} settings; at most {percent(most['call_share'])} ({cut_of(most)}, {most['context']:,} tokens)."
     )
     lines += [
-        "- The memory was chosen chunks − 1 times by every KV head of every layer, in every run (asserted).",
+        "- Every memory of every layer was chosen anew chunks − 1 times, in every run (asserted).",
         f"- {batch(document['batch'])}",
     ]
     asked = (document["needles"] or {"rows": []})["rows"]
