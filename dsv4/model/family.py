@@ -35,12 +35,14 @@ class Asking:
 
 class Family(ABC):
     """name: as `dsv4.loaders.config_files.family_of` gives it; title: for people. takes_attention: whether a policy may
-    decide how much of the cache its steps read; spreads: whether its layers can be spread over devices."""
+    decide how much of the cache its steps read; spreads: whether its layers can be spread over devices; succeeds_v32:
+    whether its plan has DeepSeek-V3.2's cache beside it."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     takes_attention: ClassVar[bool] = False
     spreads: ClassVar[bool] = False
+    succeeds_v32: ClassVar[bool] = False
 
     @abstractmethod
     def read_config(self, raw: Mapping) -> Any:

@@ -162,6 +162,7 @@ class DeepSeekV4(Family):
     """The family of this file."""
 
     name, title, spreads = ModelConfig.family, "DeepSeek-V4 models", True
+    succeeds_v32 = True
 
     def read_config(self, raw):
         return ModelConfig.from_official(raw)

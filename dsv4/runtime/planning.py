@@ -100,7 +100,7 @@ def plan(
         **_verdict(device, capacities, found, sizes.total() - sizes.total("pinned"), sizes.total("pinned")),
         "cache_bytes_per_token": family.token_bytes(config, choice),
         "cache_beside": cache_beside(sizes.total("cache") + sizes.total("pinned"), batch, context)
-        if isinstance(config, ModelConfig)
+        if family.succeeds_v32
         else [],
         "attention": attention.document() if attention else None,
         "step": [

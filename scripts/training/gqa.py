@@ -76,6 +76,8 @@ def initialise(model: GQAModel, seed: int) -> None:
 class _Rows:
     """In the place of a layer's cache: keys and values of whole sequences go straight to attention."""
 
+    selection = None  # training is dense
+
     def of(self, step: Step) -> tuple[Whole, Whole]:
         return Whole(), Whole()
 
