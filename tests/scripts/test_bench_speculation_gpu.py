@@ -147,7 +147,7 @@ def test_costs_are_of_rounds_of_following_and_of_plain_steps(model, monkeypatch)
             graph.replay()
         return float(clock[0] - begun)
 
-    def captured(run, pool, keep):
+    def captured(run, pool, keep=False):
         for _ in range(3):
             run()
         return Played(torch.inference_mode()(run))
