@@ -92,20 +92,20 @@ class WatchedOnDevice(Watched, OneLaunch):
     pass
 
 
-LOOPS = {"host": WatchedOnHost, "device": WatchedOnDevice}
+LOOPS = {"host": (Rounds, WatchedOnHost), "device": (OneLaunch, WatchedOnDevice)}
 
 
 def measure(model, ids: list[int], tokens: int, policy: str, drafter: str, temperature: float, loop: str) -> dict:
     """One row. The whole request is counted in a run of its own, because counts do not nest, and after one in which
     kernels compile."""
-    drafts = (None, Sampling(temperature), None) if drafter == "off" else None
-    drafts = drafts or (make_drafter(drafter), Sampling(temperature), policy_named(policy))
-    run = partial(generate_on_device, model, [ids], tokens, *drafts)
+    how = (None, None) if drafter == "off" else (make_drafter(drafter), policy_named(policy))
+    run = partial(generate_on_device, model, [ids], tokens, how[0], Sampling(temperature), how[1])
+    plain, watched = LOOPS[loop]
     made: list[Watched] = []
-    make = lambda *of, **more: made.append(LOOPS[loop](*of, **more)) or made[-1]
+    make = lambda *of, **more: made.append(watched(*of, **more)) or made[-1]
     run(make=make)
     with counted_syncs() as whole:
-        run(make=LOOPS[loop].__mro__[2])
+        run(make=plain)
     (out,) = run(make=make)
     rounds = made[-1]
     return {

@@ -22,14 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
-from dsv4.cache.paged import new_paged_cache
-from dsv4.commands.batch import _pages
+from dsv4.commands.batch import Options, new_pool
 from dsv4.commands.generate import make_drafter
-from dsv4.engine.batch import REWIND, BatchEngine
+from dsv4.engine.batch import BatchEngine
 from dsv4.engine.requests import read_requests
 from dsv4.engine.state import Result
 from dsv4.model import families
-from dsv4.model.causal import capacity
 from dsv4.model.tokenizer import Tokenizer
 from dsv4.speculation.choice import policy_named
 from scripts.bench import report
@@ -58,20 +56,19 @@ def arguments() -> argparse.Namespace:
 
 def measure(model, asked: list, policy: str, pool: int, rows: int, drafter: str) -> dict:
     """One run of the requests: figures of the engine, and of each request what it drafted."""
-    context = min(max(len(r.prompt_ids) + r.max_tokens for r in asked), model.config.max_position_embeddings)
-    pages = _pages(model, rows, capacity(model, context), pool, REWIND)
-    cache, ended = new_paged_cache(model, rows, context, max_rewind=REWIND, pages=pages), []
+    # room to rewind whatever the policy: the pools are then the same for all
+    cache, ended = new_pool(model, asked, Options(rows, pool_tokens=str(pool), speculate=drafter)), []
     drafts = {} if policy == "off" else {"drafter": make_drafter(drafter), "policy": _policy(policy)}
     engine = BatchEngine(model, cache, (), on_result=ended.append, **drafts)
     steps: dict[str, list[int]] = {}
     for request in asked:
         engine.submit(request)
     while engine.waiting or engine.running:
-        before = {work.request.id: len(work.result.token_ids) for work in engine.waiting + engine.running}
-        works = {work.request.id: work.result for work in engine.waiting + engine.running}
+        results = [work.result for work in engine.waiting + engine.running]
         engine.step()
-        for name, result in works.items():
-            steps.setdefault(name, []).extend([engine.steps] * (len(result.token_ids) - before[name]))
+        for result in results:
+            told = steps.setdefault(result.id, [])
+            told.extend([engine.steps] * (len(result.token_ids) - len(told)))
     if failed := [r for r in ended if r.error is not None]:
         raise failed[0].error
     return {"figures": engine.figures(), "requests": [_row(r, steps[r.id]) for r in sorted(ended, key=lambda r: r.id)]}

@@ -47,8 +47,7 @@ class Allotted(PagedView):
         whole = -(-tokens // (group.rows * group.tokens))
         if group.back is None:
             return max(1, whole)
-        back = group.back + group.align - 1 + (self._mtp if group.mtp else self._main).max_rewind
-        return max(1, min(whole, -(-(back + BLOCK) // group.rows) + 1))
+        return max(1, min(whole, group.at_once((self._mtp if group.mtp else self._main).max_rewind, BLOCK)))
 
     def close(self) -> None:
         """Give back all pages."""
@@ -73,7 +72,6 @@ class Allotted(PagedView):
             found[name] = last.masked_fill(done, 0).sum()
         return found
 
-    def pressed(self, tokens: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Whether more than 85 % of the pages of some pool are live: a bool scalar on the device."""
-        pools = self.whole.pools
-        return torch.stack([under_pressure(n, pools[name].pages) for name, n in self.live(tokens, done).items()]).any()
+    def pressed(self, start: torch.Tensor, more: torch.Tensor | int, done: torch.Tensor) -> torch.Tensor:
+        live, pools = self.live(start + more, done), self.whole.pools
+        return torch.stack([under_pressure(n, pools[name].pages) for name, n in live.items()]).any()

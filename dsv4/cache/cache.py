@@ -171,6 +171,11 @@ class Cache:
     def commit(self, b: int) -> None:
         """Accept every token that row b holds; rewind the others first."""
 
+    def pressed(self, start: torch.Tensor, more: torch.Tensor | int, done: torch.Tensor) -> torch.Tensor | None:
+        """`under_pressure` when rows hold start + more tokens, int64 [B], and some are done, bool [B]: a bool scalar on
+        the device; None where it never is, as on rings, which have no pages."""
+        return None
+
     @property
     def under_pressure(self) -> bool:
         """Whether room is so short that rows should draft less."""

@@ -48,6 +48,12 @@ class PageGroup:
         """First token position that a step starting at `position` may read."""
         return 0 if self.back is None else max(0, position // self.align * self.align - self.back)
 
+    def at_once(self, rewind: int, step: int) -> int:
+        """Pages of a stream with `back` that a row needs at once, while steps of up to `step` tokens run and `rewind`
+        tokens may be taken back."""
+        assert self.back is not None, "a stream that is read whole grows with the context"
+        return -(-(self.back + self.align - 1 + rewind + step) // self.rows) + 1
+
     def pages(self, first: int, end: int) -> range:
         """Logical pages of the rows of tokens `first` … `end` − 1; of entries, of those whose last token is among
         them."""
@@ -74,8 +80,7 @@ def pool_pages(
             found[name] = -(-tokens // (g.rows * g.tokens)) + batch
         else:
             whole = -(-(tokens if context is None else context) // g.rows)
-            back = max_rewind + CHAINED * g.mtp
-            own = -(-(g.back + g.align - 1 + back + chunk) // g.rows) + 1
+            own = g.at_once(max_rewind + CHAINED * g.mtp, chunk)
             kept = min(-(-g.back // g.rows), -(-BLOCK // g.rows)) + 1
             found[name] = batch * min(own, whole) + prefixes * min(kept, whole)
     return found

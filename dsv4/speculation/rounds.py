@@ -27,7 +27,6 @@ from contextlib import contextmanager
 
 import torch
 
-from dsv4.cache.allotted import Allotted
 from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.kernels.commit_rows import commit, next_sizes
@@ -117,11 +116,11 @@ class Rounds(HostLoop):
     def _drafts(self, D: int) -> Drafted:
         return self.drafter.drafts(D, self.start)
 
-    def _wanted(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Drafts of the next undecided round, as the policy wants them: int64 [B]. tokens int64 [B]: that rows hold,
-        by default `start`. Rings have no pages, so they are never short of pages."""
-        if isinstance(self.cache, Allotted):
-            self.pressure.copy_(self.cache.pressed(self.start if tokens is None else tokens, self.done))
+    def _wanted(self, more: torch.Tensor | int = 0) -> torch.Tensor:
+        """Drafts of the next undecided round, as the policy wants them when rows hold start + more tokens: int64
+        [B]."""
+        if (pressed := self.cache.pressed(self.start, more, self.done)) is not None:
+            self.pressure.copy_(pressed)
         return self.policy.choose(self.pressure, ~self.done)
 
     def _accept(self, logits: torch.Tensor, drafts: Drafted, proposed: torch.Tensor) -> Accepted:
@@ -170,7 +169,7 @@ class Rounds(HostLoop):
         self.ring.put(
             chosen,
             count,
-            self._wanted(self.start + count),
+            self._wanted(count),
             self.drafter.offered,
             self.left,
             self.done,
