@@ -73,6 +73,7 @@ class Chain:
             _main=Lengths(batch, 8),
             _mtp=Lengths(batch, 8),
             lengths=[length] * batch,
+            pressed=lambda start, more, done: None,
         )
         return held
 
