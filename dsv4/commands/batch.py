@@ -12,9 +12,12 @@ from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, pool_pages
 from dsv4.commands.generate import Session, drafts_asked, make_drafter, speculation_notes, termination_notes
 from dsv4.engine.batch import REWIND, BatchEngine
+from dsv4.engine.device_batch import DeviceBatch
+from dsv4.engine.engine import Engine
 from dsv4.engine.report import check_can_report, document, request_document, write_report
 from dsv4.engine.requests import read_requests
 from dsv4.engine.state import Request, Result
+from dsv4.engine.steppers import rounds_in
 from dsv4.errors import InputError
 from dsv4.model import families
 from dsv4.model.causal import CausalLM, capacity
@@ -25,7 +28,8 @@ from dsv4.model.tokenizer import Tokenizer
 from dsv4.probes.report import provenance
 from dsv4.runtime import user_kernels
 from dsv4.speculation.choice import policy_named
-from dsv4.speculation.policy import Policy
+from dsv4.speculation.one_launch import check_loop
+from dsv4.speculation.policy import Policy, Static
 from dsv4.units import count_named
 
 STDIN = Path("-")
@@ -36,8 +40,8 @@ PREFIXES = 8  # kept prefixes a row for which window and raw pages are reserved
 class Options:
     """Options of a batch run. max_context and pool_tokens as in `parse_count`; by default the need of the largest
     request, within the checkpoint's limit, and that times `rows`. speculate: 'off', 'mtp' or 'lookup'. draft_tokens and
-    draft_costs as `policy_named` takes them, None: the default. report: directory of the report, if wanted. Raises
-    InputError for invalid options."""
+    draft_costs as `policy_named` takes them, None: the default. loop: 'host', or 'device' (`DeviceBatch`, whose rows
+    run together). report: directory of the report, if wanted. Raises InputError for invalid options."""
 
     rows: int = 8
     max_context: str | None = None
@@ -46,6 +50,7 @@ class Options:
     speculate: str = "off"
     draft_tokens: str | None = None
     draft_costs: Path | None = None
+    loop: str = "host"
     report: Path | None = None
 
     def __post_init__(self):
@@ -70,8 +75,13 @@ class Options:
         if self.speculate == "off":
             return None
         return policy_named(
-            drafts_asked(self.draft_tokens, self.speculate), self.draft_costs, self.rows if self.together else 1
+            drafts_asked(self.draft_tokens, self.speculate), self.draft_costs, self.rows if self.batched else 1
         )
+
+    @property
+    def batched(self) -> bool:
+        """Whether rows share passes."""
+        return self.together or self.loop == "device"
 
     @property
     def engine(self) -> dict:
@@ -107,8 +117,7 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         write(documents[-1])
 
     found = list(read_requests(lines, encode, options.speculate))
-    cache = new_pool(session.model, [r for r in found if isinstance(r, Request)], options)
-    engine = BatchEngine(session.model, cache, session.stop_ids, options.together, finish, **options.engine)
+    engine = new_engine(session.model, [r for r in found if isinstance(r, Request)], options, session.stop_ids, finish)
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
     engine.run()
@@ -158,24 +167,44 @@ def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[i
     return tokenizer, encode
 
 
+def new_engine(model: CausalLM, asked: Sequence[Request], options: Options, stop_ids, on_result) -> Engine:
+    """The engine that the options ask for, with room for the requests. Raises ConditionalError where a loop was to run
+    on the device and cannot."""
+    if options.loop == "host":
+        cache = new_pool(model, asked, options)
+        return BatchEngine(model, cache, stop_ids, options.together, on_result, **options.engine)
+    check_loop(model)
+    context, policy = context_of(model, asked, options), options.policy or Static(0)
+    most, rewind = rounds_in(model.config, context, options.engine.get("drafter"), policy)
+    cache = _pool(model, options, context + most + 1, rewind, prefixes=0)
+    return DeviceBatch(model, cache, most, stop_ids, on_result, **options.engine)
+
+
 def new_pool(model: CausalLM, asked: Sequence[Request], options: Options) -> PagedCache:
     """A cache of `options.rows` rows, with the context and pages that the options state or else the requests need."""
+    rewind = 0 if options.speculate == "off" else REWIND
+    return _pool(model, options, context_of(model, asked, options), rewind, PREFIXES * options.rows)
+
+
+def context_of(model: CausalLM, asked: Sequence[Request], options: Options) -> int:
+    """Tokens of a row: as the options state, or as the largest request needs."""
     limit = model.config.max_position_embeddings
     needed = max((n for r in asked if (n := len(r.prompt_ids) + r.max_tokens - 1) <= limit), default=1)
-    context = min(needed, limit) if options.context is None else options.context
-    rewind = 0 if options.speculate == "off" else REWIND
-    pages = _pages(model, options.rows, capacity(model, context), options.tokens, rewind)
+    return min(needed, limit) if options.context is None else options.context
+
+
+def _pool(model: CausalLM, options: Options, context: int, rewind: int, prefixes: int) -> PagedCache:
+    """prefixes: kept ones for which window and raw pages are reserved."""
+    pages = _pages(model, options.rows, capacity(model, context), options.tokens, rewind, prefixes)
     return new_paged_cache(model, options.rows, context, max_rewind=rewind, pages=pages)
 
 
-def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind: int) -> dict[str, int]:
+def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind: int, kept: int) -> dict[str, int]:
     """Pages of each pool. A pool gets more than `tokens` need if that many alone would be under pressure. Without a
     requested number of tokens every row can be full. Otherwise a pool has at least one page a row, which the row holds
     from its first entry on, and the pages of windows that rows hold."""
     groups, wanted = model.page_layout().groups, rows * context if tokens is None else tokens
-    pages, running = (
-        pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (PREFIXES * rows, 0)
-    )
+    pages, running = (pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (kept, 0))
     for name, group in groups.items():
         held = running[name]
         if group.back is None:
@@ -199,7 +228,8 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
         "device": provenance.device(model.device),
         **({"kernels": _kernels(model)} if model.replacements else {}),
         "rows": options.rows,
-        "rows run": "together" if options.together else "alone",
+        "rows run": "together" if options.batched else "alone",
+        **({} if options.loop == "host" else {"loop": "on the device, one launch a group of requests"}),
         "speculate": options.speculate,
         "draft tokens": drafts_asked(options.draft_tokens, options.speculate) if drafts else "none",
         **({} if options.draft_costs is None else {"draft costs": options.draft_costs.name}),

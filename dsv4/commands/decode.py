@@ -224,6 +224,7 @@ def batch(
     speculate: Drafting = "off",
     draft_tokens: Drafts = None,
     draft_costs: DraftCosts = None,
+    loop: Loop = "host",
     report: Annotated[
         Path | None,
         typer.Option(
@@ -254,6 +255,7 @@ def batch(
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import user_kernels
     from dsv4.runtime.threads import limited_threads
+    from dsv4.speculation.one_launch import check_device
 
     if kv_memory == "host":
         raise InputError(
@@ -265,9 +267,11 @@ def batch(
             "--prefill-chunks was given; a batch reads prompts densely, since its requests share prefixes: leave it "
             "out, or run single requests with dsv4 generate"
         )
-    options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, report)
+    options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, loop, report)
     reads = attention_named(attention, attention_tokens, terminate, rule=terminate_rule)
     kernels, opened = user_kernels.kernels_named(kernel), []
+    if loop == "device":
+        check_device(device)
 
     documents, begun = [], time.perf_counter()
 

@@ -90,8 +90,8 @@ Loop = Annotated[
     str,
     choice(
         LOOPS,
-        "Who launches the steps of decoding. device: one launch for the whole response, on a GPU: the device drafts, "
-        "verifies, accepts and ends by itself.",
+        "Who launches the steps of decoding. device: one launch for the whole response, or for a group of a batch's "
+        "requests, on a GPU: the device drafts, verifies, accepts and ends by itself.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]

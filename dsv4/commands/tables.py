@@ -127,6 +127,7 @@ def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console
         f"{figures['steps']} steps, {seconds:.1f} s with loading; {figures['evictions']} evictions, "
         f"{figures['prefix_hit_tokens']} prompt tokens from kept prefixes"
         + (f"; {accepted} of {drafted} drafts accepted" if drafted else "")
+        + (f"; {figures['launches']} launches" if "launches" in figures else "")
     )
 
 

@@ -21,32 +21,27 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, under_pressure
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.engine.acceptance import Drawn
-from dsv4.engine.limits import beyond_checkpoint, check_ids
+from dsv4.engine.engine import Engine
 from dsv4.engine.passes import Passes
-from dsv4.engine.state import PagedWork, Request, Result
+from dsv4.engine.state import PagedWork, Result
 from dsv4.engine.watch import Watch
-from dsv4.errors import ContextOverrun, Dsv4Error, InputError, OutOfPages
+from dsv4.errors import Dsv4Error, InputError, OutOfPages
 from dsv4.model.causal import CausalLM
-from dsv4.speculation.draft import Drafter, check_can_speculate
-from dsv4.speculation.policy import Policy, Static
-from dsv4.speculation.result import Speculation
+from dsv4.speculation.draft import Drafter
+from dsv4.speculation.policy import Policy
 from dsv4.speculation.verify import default
 
 REWIND = MAX_DRAFTS + 1  # tokens of the longest pass
 
 
-class BatchEngine:
-    """Runs requests on `cache`, which no one else may use. on_result(result) is called as each request ends; clock()
-    gives seconds. drafter None: plain decoding. policy: how many tokens a request drafts unless it has a policy of its
-    own. verify(model, cache) makes the object that runs a pass. Raises InputError if the drafter cannot run on this
-    model, or if the cache cannot rewind the longest pass."""
+class BatchEngine(Engine):
+    """Runs requests a piece at a time. verify(model, cache) makes the object that runs a pass; a request's own policy
+    is followed. Other arguments as for `Engine`."""
 
     def __init__(
         self,
@@ -60,47 +55,14 @@ class BatchEngine:
         policy: Policy | None = None,
         verify=partial(default, pads=False),
     ):
-        if drafter is not None:
-            check_can_speculate(model, drafter)
-            if cache.max_rewind < REWIND:
-                raise InputError(
-                    f"the cache was built with max_rewind {cache.max_rewind} and passes have up to {REWIND} tokens; "
-                    f"build it with max_rewind >= {REWIND}"
-                )
-        elif policy is not None:
-            raise InputError(f"the policy {policy.name!r} was given and nothing drafts; give a drafter too")
-        self.model, self.cache, self.prefixes = model, cache, PrefixTree(cache)
-        self.drafter, self.policy = drafter, policy or Static(drafter.draft_tokens if drafter else 0)
+        super().__init__(model, cache, cache.max_context, stop_ids, on_result, clock, drafter, policy, REWIND)
+        self.prefixes, self.watch, self.together = PrefixTree(cache), Watch(cache), together
         drawn = Drawn(cache.batch, model.device)
-        self.passes, self.watch = Passes(model, cache, drafter, drawn, verify, on_end=self._end), Watch(cache)
-        self.stop_ids, self.together = frozenset(stop_ids), together
-        self.on_result, self.clock = on_result or (lambda result: None), clock
-        self.waiting: list[PagedWork] = []
+        self.passes = Passes(model, cache, drafter, drawn, verify, on_end=self._end)
         self.running: list[PagedWork] = []
-        self.steps = self.arrivals = self.evictions = 0
+        self.steps = self.evictions = 0
         # after an eviction no request joins until one leaves; otherwise two requests could evict each other forever
         self._tight = False
-
-    def submit(self, request: Request) -> None:
-        """Queue a request. One that can never run ends at once, with its error as its result."""
-        self.arrivals += 1
-        method = self.drafter.name if self.drafter else "off"
-        work = PagedWork(
-            request,
-            Result(request.id, len(request.prompt_ids), speculation=Speculation(method)),
-            self.cache.max_context,
-            torch.Generator().manual_seed(request.sampling.seed),
-            request.policy or self.policy,
-            self.stop_ids,
-            clock=self.clock,
-            arrival=self.arrivals,
-        )
-        try:
-            self._check(request)
-        except Dsv4Error as error:
-            self._end(work, error)
-            return
-        self.waiting.append(work)
 
     def cancel(self, id: str) -> None:
         """End a request now; its result holds the tokens so far. Raises InputError if none of that id waits or runs."""
@@ -110,10 +72,9 @@ class BatchEngine:
         work.result.stop_reason = "cancelled"
         self._end(work)
 
-    def run(self) -> None:
-        """Step until no request waits or runs."""
-        while self.waiting or self.running:
-            self.step()
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
 
     def step(self) -> None:
         """Let waiting requests join, then run one piece of each running request."""
@@ -139,24 +100,6 @@ class BatchEngine:
 
     # ---- joins and leaves ----------------------------------------------------------------
 
-    def _check(self, request: Request) -> None:
-        total = len(request.prompt_ids) + request.max_tokens - 1  # the last token is not fed back
-        if not request.prompt_ids:
-            raise InputError("the prompt is empty")
-        if request.policy is not None and self.drafter is None:
-            raise InputError(
-                f"the request has the policy {request.policy.name!r} and nothing drafts; give the engine a drafter"
-            )
-        if total > (most := self.model.config.max_position_embeddings):
-            raise beyond_checkpoint(len(request.prompt_ids), request.max_tokens, most, "max_tokens")
-        if total > self.cache.max_context:
-            raise ContextOverrun(
-                f"the prompt has {len(request.prompt_ids)} tokens and {request.max_tokens} more were asked for, over "
-                f"the max_context of {self.cache.max_context}; shorten it, lower max_tokens, or raise --max-context "
-                f"(at most {most})"
-            )
-        check_ids(request.prompt_ids, self.model.config.vocab_size)
-
     def _join(self) -> None:
         taken = {w.row for w in self.running}
         for row in range(self.cache.batch):
@@ -178,14 +121,9 @@ class BatchEngine:
             work.row = None
 
     def _end(self, work: PagedWork, error: Dsv4Error | None = None) -> None:
-        """A request has ended; it does now if there is an error."""
         self._leave(work)
-        if work in self.waiting:
-            self.waiting.remove(work)
         self._tight = False
-        if error is not None:
-            work.result.stop_reason, work.result.error = "error", error
-        self.on_result(work.result)
+        super()._end(work, error)
 
     def _evict(self, work: PagedWork) -> None:
         self._leave(work)
@@ -262,14 +200,7 @@ class BatchEngine:
         for work in works:
             work.used = self.steps
 
-    # ---- figures -------------------------------------------------------------------------
-
-    def figures(self) -> dict:
-        """Steps, evictions, the share of whole prompt blocks that were grafted, what `Watch` measured while requests
-        ran, and the figures of each pool now with its mean fragmentation during the run."""
-        pools, mean = self.cache.figures(), self.watch.mean_fragmentation()
-        for name, pool in pools.items():
-            pool["mean_fragmentation"] = mean[name]
+    def _counts(self) -> dict:
         return {
             "steps": self.steps,
             "evictions": self.evictions,
@@ -277,6 +208,4 @@ class BatchEngine:
             "prefix_hit_tokens": self.prefixes.hit_tokens,
             "prefixes_kept": len(self.prefixes.kept),
             "prefixes_dropped": self.prefixes.dropped,
-            **self.watch.document(),
-            "pools": pools,
         }

@@ -2,6 +2,7 @@
 stay on the device. All are the same loop (`dsv4.engine.steppers.run`) with another stepper."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,8 +16,7 @@ from dsv4.engine.limits import context_limit
 from dsv4.engine.limits import context_needed as context_needed
 from dsv4.engine.passes import Passes
 from dsv4.engine.state import Generation, Request, Work
-from dsv4.engine.steppers import DeviceRounds, DraftedPasses, SingleTokens, run
-from dsv4.errors import InputError
+from dsv4.engine.steppers import DeviceRounds, DraftedPasses, SingleTokens, rounds_in, run
 from dsv4.model.causal import CausalLM, capacity
 from dsv4.sampling import COLDEST as COLDEST
 from dsv4.sampling import HOTTEST as HOTTEST
@@ -25,9 +25,9 @@ from dsv4.sampling import distribution as distribution
 from dsv4.sampling import sample as sample
 from dsv4.sampling import weights as weights
 from dsv4.speculation import verify as ways
-from dsv4.speculation.device_drafters import CATCH_UP_WIDTHS
-from dsv4.speculation.draft import Drafter, MTPDrafter, check_can_speculate, needs_block
+from dsv4.speculation.draft import Drafter, MTPDrafter, check_can_speculate
 from dsv4.speculation.host_loop import AHEAD, check_one_device
+from dsv4.speculation.noise import row_seeds
 from dsv4.speculation.passes import Verify
 from dsv4.speculation.policy import Policy, Static
 from dsv4.speculation.result import Speculation
@@ -120,15 +120,8 @@ def generate_on_device(
     check_one_device(model)
     policy = policy or Static(drafter.draft_tokens if drafter else 0)
     limit = context_limit(model, prompts, max_new_tokens, max_context)
-    most = min(max(policy.sizes), model.config.max_position_embeddings - limit - 1)
-    if most < 0:
-        raise InputError(
-            f"a context of {limit} tokens is all that the checkpoint takes; rounds run one token behind it: lower "
-            f"--max-context or --max-new-tokens by one, or leave out {'--speculate' if drafter else '--loop'}"
-        )
-    # so that the block can run many rounds without drafts at once
-    back = CATCH_UP_WIDTHS[-1] - 1 if needs_block(drafter) and 0 in policy.sizes else 1
-    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=max(most, back))
+    most, rewind = rounds_in(model.config, limit, drafter, policy)
+    cache = model.new_cache(len(prompts), max(capacity(model, limit), limit + most + 1), max_rewind=rewind)
     rows = _rows(prompts, cache, max_new_tokens, sampling, limit, stop_ids, on_token, drafter, policy)
     return run(DeviceRounds(model, cache, rows, drafter, most, ahead, make), on_prefill)
 
@@ -148,10 +141,10 @@ def _rows(
     policy: Policy = Static(0),
 ) -> list[Work]:
     """The state of each prompt's request, as its call of a generation asks for it."""
-    stops = frozenset(stop_ids)
+    stops, seeds = frozenset(stop_ids), row_seeds(sampling.seed, len(prompts), "cpu").tolist()
 
     def row(b: int, ids: list[int]) -> Work:
-        request = Request(str(b), tuple(ids), max_new_tokens, sampling=sampling)
+        request = Request(str(b), tuple(ids), max_new_tokens, sampling=replace(sampling, seed=seeds[b]))
         counts = None if drafter is None else Speculation(drafter.name)
         out = Generation(list(ids), cache_bytes=cache.nbytes, max_context=limit, speculation=counts)
         generator, told = torch.Generator().manual_seed(sampling.seed + b), on_token and partial(on_token, b)

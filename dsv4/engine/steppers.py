@@ -3,6 +3,7 @@
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,14 +12,15 @@ from dsv4.cache.host_tier.grouped import host_use
 from dsv4.engine.limits import context_full
 from dsv4.engine.passes import Passes
 from dsv4.engine.state import Generation, Work
-from dsv4.errors import RoundError
+from dsv4.errors import InputError, RoundError
 from dsv4.model.causal import CausalLM
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.sampling import sample
 from dsv4.speculation.captured import Steps
 from dsv4.speculation.choosing import choice_of
-from dsv4.speculation.device_drafters import primed
+from dsv4.speculation.device_drafters import CATCH_UP_WIDTHS, primed
 from dsv4.speculation.draft import Drafter, needs_block
+from dsv4.speculation.policy import Policy
 from dsv4.speculation.policy_device import on_device
 from dsv4.speculation.prefill import OnStreams, prefill
 from dsv4.speculation.rounds import Rounds
@@ -33,7 +35,7 @@ class Stepper(ABC):
 
     def __init__(self, model: CausalLM, cache: Cache, rows: Sequence[Work], on_streams: OnStreams | None = None):
         self.model, self.cache, self.rows, self.on_streams = model, cache, rows, on_streams
-        self.prompts = [row.result.prompt_ids for row in rows]
+        self.prompts = [list(row.request.prompt_ids) for row in rows]
 
     def prefill(self, on_prefill: OnPrefill) -> None:
         """Run the prompts, and wait for them. on_prefill(done, total)."""
@@ -65,9 +67,27 @@ class Stepper(ABC):
                 raise context_full(row.limit, len(row.result.token_ids))
 
 
+class Times(NamedTuple):
+    """Seconds until the prompts had run, from then to the end without captures, and of captures."""
+
+    prefill: float
+    decode: float
+    capture: float
+
+
 def run(stepper: Stepper, on_prefill: OnPrefill) -> list[Generation]:
-    """Run the requests of a stepper from an empty cache until each has ended; their results. Raises as the stepper
-    does; what came until then has been told."""
+    """Run the requests of a stepper as `advance_all` does; their results, with times."""
+    times = advance_all(stepper, on_prefill)
+    for row in stepper.rows:
+        out = row.result
+        out.prefill_seconds, out.decode_seconds, out.capture_seconds = times
+        out.host = host_use(stepper.cache)
+    return [row.result for row in stepper.rows]
+
+
+def advance_all(stepper: Stepper, on_prefill: OnPrefill = None) -> Times:
+    """Run the requests of a stepper from an empty cache until each has ended. Raises as the stepper does; what came
+    until then has been told."""
     rows, begun = stepper.rows, time.perf_counter()
     stepper.prefill(on_prefill)
     prefilled = time.perf_counter()
@@ -81,12 +101,8 @@ def run(stepper: Stepper, on_prefill: OnPrefill) -> list[Generation]:
     except BaseException:
         stepper.cancel()
         raise
-    ended = time.perf_counter()
-    for row in rows:
-        out = row.result
-        out.prefill_seconds, out.capture_seconds = prefilled - begun, stepper.capture_seconds
-        out.decode_seconds, out.host = ended - prefilled - stepper.capture_seconds, host_use(stepper.cache)
-    return [row.result for row in rows]
+    captured = stepper.capture_seconds
+    return Times(prefilled - begun, time.perf_counter() - prefilled - captured, captured)
 
 
 class SingleTokens(Stepper):
@@ -163,9 +179,26 @@ class DraftedPasses(Stepper):
         return [way for way in (self.passes.verify, self.drafter.captured) if isinstance(way, Steps)]
 
 
+def rounds_in(config, limit: int, drafter: Drafter | None, policy: Policy) -> tuple[int, int]:
+    """Of rounds within a context of `limit` tokens: drafts of a round at most, which is less than the policy wants if
+    the context ends near the checkpoint's; and the tokens that the cache must be able to rewind. The cache needs room
+    for that many drafts and one token more, because rows that are done keep running. Raises InputError if there is
+    none."""
+    most = min(max(policy.sizes), config.max_position_embeddings - limit - 1)
+    if most < 0:
+        raise InputError(
+            f"a context of {limit} tokens is all that the checkpoint takes; rounds run one token behind it: lower "
+            f"--max-context or --max-new-tokens by one, or leave out {'--speculate' if drafter else '--loop'}"
+        )
+    # so that the block can run many rounds without drafts at once
+    back = CATCH_UP_WIDTHS[-1] - 1 if needs_block(drafter) and 0 in policy.sizes else 1
+    return most, max(most, back)
+
+
 class DeviceRounds(Stepper):
     """Rounds that stay on the device (`Rounds`), which decides what each row gets and where it ends; what the host
-    makes of their records must agree. most: drafts of a round; make: makes the object that runs the rounds."""
+    makes of their records must agree. All rows have one policy, temperature and top_p. most: drafts of a round; make:
+    makes the object that runs the rounds."""
 
     def __init__(
         self,
@@ -179,7 +212,8 @@ class DeviceRounds(Stepper):
     ):
         super().__init__(model, cache, rows)
         self.drafter, self.most, self.ahead, self.make = drafter, most, ahead, make
-        self.choice = choice_of(rows[0].request.sampling, len(rows), model.device)
+        drawn = [row.request.sampling for row in rows]
+        self.choice = choice_of(drawn[0], len(rows), model.device, [s.seed for s in drawn])
         self.rounds: Rounds | None = None  # until they are prepared
 
     def prefill(self, on_prefill):

@@ -20,12 +20,16 @@ class Watch:
         self._begun: dict[str, int] = {}
         self._seen = False
 
+    def _live(self) -> dict[str, int]:
+        """Live pages of each pool."""
+        return {name: pool.live for name, pool in self.cache.pools.items()}
+
+    def _under_pressure(self) -> bool:
+        return self.cache.under_pressure
+
     def look(self) -> None:
         """Called when a step begins."""
-        self._begun, self._seen = (
-            {name: pool.live for name, pool in self.cache.pools.items()},
-            self.cache.under_pressure,
-        )
+        self._begun, self._seen = self._live(), self._under_pressure()
 
     def saw(self, pressed: bool) -> None:
         """Called when sizes were chosen, under pressure or not."""
@@ -37,9 +41,9 @@ class Watch:
 
     def step(self) -> None:
         """Called when a step has ended."""
-        self.pressed += self._seen or self.cache.under_pressure
-        for name, pool in self.cache.pools.items():
-            course, live = self.live[name], max(pool.live, self._begun[name])
+        self.pressed += self._seen or self._under_pressure()
+        for name, now in self._live().items():
+            course, live = self.live[name], max(now, self._begun[name])
             if self.steps % self.every == 0:
                 course.append(live)
             else:

@@ -7,6 +7,7 @@ runtime library, because `cudaGraphSetConditional` lives there: all three come w
 """
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -118,16 +119,18 @@ class WhileGraph:
             loop = _handle(parent, context, 1)
             [body] = _conditional(parent, [], context, loop, kinds.CU_GRAPH_COND_TYPE_WHILE, 1)[1]
             handles = [_handle(body, context) if graphs else 0 for graphs in choices]
-            cubin = compiled(kernel.source, torch.cuda.get_device_capability(device))
-            self._module = _done(driver.cuModuleLoadData(cubin))
-            last = _kernel_node(body, self._module, kernel, [int(loop), *map(int, handles), *arguments])
+            module = _module(kernel.source, torch.cuda.get_device_capability(device), int(context))
+            last = _kernel_node(body, module, kernel, [int(loop), *map(int, handles), *arguments])
             for handle, graphs in zip(handles, choices):
                 if not graphs:
                     continue
                 last, bodies = _conditional(body, [last], context, handle, kinds.CU_GRAPH_COND_TYPE_SWITCH, len(graphs))
                 for part, graph in zip(bodies, graphs):
                     _done(driver.cuGraphAddChildGraphNode(part, None, 0, driver.CUgraph(graph.raw_cuda_graph())))
-            self._graph, self._run = parent, _done(driver.cuGraphInstantiate(parent, 0))
+            self._run = _done(driver.cuGraphInstantiate(parent, 0))
+        # a graph that is still running is freed when it has ended
+        self.close = weakref.finalize(self, _freed, self._run, parent)
+        self.close.atexit = False  # the driver has gone by then, with all graphs
 
     def launch(self) -> None:
         """Run the loop on the current stream, behind what was launched before. Does not wait."""
@@ -135,16 +138,20 @@ class WhileGraph:
 
         _done(driver.cuGraphLaunch(self._run, torch.cuda.current_stream().cuda_stream))
 
-    def close(self) -> None:
-        """Free the graph. It must not be running."""
-        from cuda.bindings import driver
 
-        run, self._run = self._run, None
-        if run is not None:
-            _done(driver.cuGraphExecDestroy(run))
-            _done(driver.cuGraphDestroy(self._graph))
-            _done(driver.cuModuleUnload(self._module))
-            self._held = None
+@cache
+def _module(source: str, capability: tuple[int, int], context: int):
+    """The compiled source as a module of the current context. It stays loaded: loops may run it at any time."""
+    from cuda.bindings import driver
+
+    return _done(driver.cuModuleLoadData(compiled(source, capability)))
+
+
+def _freed(run, graph) -> None:
+    from cuda.bindings import driver
+
+    _done(driver.cuGraphExecDestroy(run))
+    _done(driver.cuGraphDestroy(graph))
 
 
 def _handle(graph, context, start: int | None = None):

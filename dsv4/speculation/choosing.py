@@ -1,6 +1,7 @@
 """How rounds choose tokens: greedily, or drawn with counter-based noise. All of it runs inside a captured round."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +13,9 @@ from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 class Choice(ABC):
     """The interface. `at` int64 [B]: the position, in each row's text, of the token that the first place of logits
     predicts."""
+
+    def take(self, other: "Choice") -> None:
+        """Choose as `other` does, which is of this kind, temperature and top_p."""
 
     @abstractmethod
     def own(self, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,7 @@ class Greedy(Choice):
 
 
 class Sampled(Choice):
-    """At a temperature over 0. Row b's noise is that of sampling.seed + b.
+    """At a temperature over 0. Row b's noise is that of seeds[b], by default sampling.seed + b.
 
     A draft that was chosen is accepted if decoding without drafts draws it with the same noise. That has probability
     p(x), as in rejection sampling, and the text does not depend on the drafts. Drafts that were drawn go through
@@ -52,8 +56,13 @@ class Sampled(Choice):
     no other round begins there.
     """
 
-    def __init__(self, sampling: Sampling, batch: int, device: torch.device | str):
+    def __init__(self, sampling: Sampling, batch: int, device: torch.device | str, seeds: Sequence[int] | None = None):
         self.sampling, self.seeds = sampling, row_seeds(sampling.seed, batch, device)
+        if seeds is not None:
+            self.seeds.copy_(torch.tensor(seeds))
+
+    def take(self, other):
+        self.seeds.copy_(other.seeds)
 
     def own(self, logits, at):
         return draw(distribution(logits, self.sampling), self._noise(at, logits.shape[1], OWN))
@@ -72,6 +81,6 @@ class Sampled(Choice):
         return uniforms(self.seeds, at.unsqueeze(1) + torch.arange(width, device=at.device), role)
 
 
-def choice_of(sampling: Sampling, batch: int, device: torch.device | str) -> Choice:
-    """For `batch` rows on a device: `Greedy` at temperature 0."""
-    return Greedy() if sampling.temperature == 0 else Sampled(sampling, batch, device)
+def choice_of(sampling: Sampling, batch: int, device: torch.device | str, seeds: Sequence[int] | None = None) -> Choice:
+    """For `batch` rows on a device: `Greedy` at temperature 0. seeds: as for `Sampled`."""
+    return Greedy() if sampling.temperature == 0 else Sampled(sampling, batch, device, seeds)

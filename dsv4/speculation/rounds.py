@@ -48,6 +48,7 @@ class Rounds(HostLoop):
     that each row may still produce. stop_ids end a row, which keeps them. widths: drafts for which a round is captured
     when it is first wanted (None: every number). ring: rounds whose records are held for the host. ahead: rounds that
     run at once, at most `ring`; sizes are decided that many rounds earlier. choice: how tokens are chosen from logits.
+    room: tokens that a row of any later request may produce (`restart`), by default the most of `left`.
     Raises InputError if a round could reach beyond the cache, or if layers lie on several devices.
     """
 
@@ -65,9 +66,12 @@ class Rounds(HostLoop):
         ring: int = RING,
         choice: Choice = Greedy(),
         ahead: int = AHEAD,
+        room: int | None = None,
     ):
         B, device = cache.batch, model.device
-        super().__init__(model, cache, most, max(left), widths, ring, ahead, drafter.catch_up_widths if most else ())
+        super().__init__(
+            model, cache, most, room or max(left), widths, ring, ahead, drafter.catch_up_widths if most else ()
+        )
         self.drafter, self.policy, self.choice = drafter, policy, choice
         rows = lambda: torch.zeros(B, dtype=torch.int64, device=device)
         self.start, self.left, self.written, self.sizes, self.token = rows(), rows(), rows(), rows(), rows()
@@ -79,9 +83,11 @@ class Rounds(HostLoop):
         self.round = torch.zeros(1, dtype=torch.int64, device=device)
         self.restart(tokens, drafter, left)
 
-    def restart(self, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int]) -> None:
+    def restart(
+        self, tokens: torch.Tensor, drafter: RoundDrafter, left: Sequence[int], choice: Choice | None = None
+    ) -> None:
         """Begin other requests in these rows, from the current state of `cache`; graphs are kept. Arguments as for a
-        new object.
+        new object; the choice is of the same temperature and top_p.
 
         Raises InputError if a round could reach beyond the cache, or if a row could write more than any could when this
         object was made.
@@ -101,6 +107,8 @@ class Rounds(HostLoop):
         for held, given in ((self.start, lengths), (self.left, list(left)), (self.token, tokens)):
             held.copy_(torch.as_tensor(given))
         self.drafter.take(drafter)
+        if choice is not None:
+            self.choice.take(choice)
         self.done.copy_(self.left == 0)
         self.written.zero_()
         self.round.zero_()

@@ -42,7 +42,8 @@ def test_text_is_that_of_rings(model, drafter):
     ids, new = [prompt_of(model, 300), prompt_of(model, 5)], (30, 290)
     want = rounds(model, model.new_cache(2, 340, REWIND), ids, new, 3, drafter).run()
     whole = pool(model, 3, 340)
-    cache = Allotted(whole, [340, 310])
+    cache = Allotted(whole, 2)
+    cache.allot([340, 310])
     found = rounds(model, cache, ids, new, 3, drafter)
     assert found.run() == want
     cache.close()
@@ -51,7 +52,7 @@ def test_text_is_that_of_rings(model, drafter):
 
 def test_pressure_is_that_of_pages_taken_as_rows_grow(model):
     """At every length, beside a cache whose rows take and give back pages."""
-    taken, cache = pool(model, 2, 340), Allotted(pool(model, 2, 340), [340, 340])
+    taken, cache = pool(model, 2, 340), Allotted(pool(model, 2, 340), 2)
     taken.poison = False
     none = torch.tensor([False, False])
     for n in range(1, 330):
@@ -72,7 +73,8 @@ def test_under_pressure_rounds_draft_less(model):
     """Sizes fall to 2 in the first round that begins with more than 85 % of a pool live, and not before."""
     ids, new, seen = [prompt_of(model, 20), prompt_of(model, 9)], (300, 300), []
     whole = pool(model, 2, 340, **{"csa entries": 4})
-    cache = Allotted(whole, [340, 340])
+    cache = Allotted(whole, 2)
+    cache.allot([340, 340])
     found = rounds(model, cache, ids, new, 8)
     real = found._round
 
@@ -91,7 +93,7 @@ def test_pools_that_are_too_small_are_refused_and_left_as_they_were(model):
     whole = pool(model, 2, 340, **{"csa entries": 3})
     with pytest.raises(
         OutOfPages,
-        match="2 rows of 680 tokens in all need 4 pages of csa entries, 3 of 3 are free; run fewer requests at once",
+        match="2 rows of 680 tokens need 4 pages of csa entries, and it has 3; run fewer requests at once",
     ):
-        Allotted(whole, [340, 340])
+        Allotted(whole, 2).allot([340, 340])
     assert all(p.live == 0 for p in whole.pools.values())

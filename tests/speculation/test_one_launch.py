@@ -1,12 +1,7 @@
 """Rounds whose loop the device runs, on a CPU: the kernel's own source, compiled as C++, decides; a thread is the
 device. Sizes, tokens and what the drafter runs are those of the host's loop."""
 
-import ctypes
-import itertools
-import shutil
-import subprocess
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,86 +11,13 @@ from dsv4.engine.generate import generate, generate_on_device
 from dsv4.errors import RoundError
 from dsv4.runtime import conditional
 from dsv4.runtime.conditional import ConditionalError, compiled
-from dsv4.speculation import Adaptive, Static, host_loop, on_device, one_launch
+from dsv4.speculation import Adaptive, Static, on_device, one_launch
 from dsv4.speculation.device_drafters import primed
 from dsv4.speculation.draft import LookupDrafter, MTPDrafter
 from dsv4.speculation.one_launch import TURN, OneLaunch
 from dsv4.speculation.rounds import Rounds
 from scripts.bench.speculation_gpu import Scheduled
 from tests.speculation.scripted import prompt_of
-
-CXX = shutil.which("g++") or shutil.which("clang++")
-needs_cxx = pytest.mark.skipif(CXX is None, reason="no C++ compiler")
-ON_HOST = """
-#define __global__
-#define __device__
-struct Places { int x; };
-static Places threadIdx{0}, blockDim{1};
-static void __syncthreads() {}
-static void __threadfence_system() {}
-extern "C" { unsigned int chosen[3]; }
-%s
-extern "C" void cudaGraphSetConditional(Handle handle, unsigned int value) { chosen[handle] = value; }
-"""
-
-
-@pytest.fixture(scope="module")
-def turn(tmp_path_factory):
-    """The kernel as a function of the host, and what it chose: of the loop, of waiting tokens, of the round."""
-    folder = tmp_path_factory.mktemp("turn")
-    (folder / "turn.cpp").write_text(ON_HOST % TURN.source)
-    command = [CXX, "-shared", "-fPIC", "-O1", "-o", folder / "turn.so", folder / "turn.cpp"]
-    subprocess.run(command, check=True, capture_output=True)
-    library = ctypes.CDLL(str(folder / "turn.so"))
-    return library.turn, (ctypes.c_uint * 3).in_dll(library, "chosen")
-
-
-@pytest.fixture
-def on_a_thread(turn, monkeypatch):
-    """Loops run on a thread of the host. late: an Event that the thread waits for when it has published a round.
-    change: changes what the kernel chose."""
-    kernel, chosen = turn
-    control = SimpleNamespace(late=None, change=lambda chosen: None, threads=[])
-
-    class OnThread:
-        def __init__(self, source, choices, arguments, device):
-            self.choices = choices
-            self.values = [ctypes.c_longlong(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments]
-            self.held = arguments
-
-        def launch(self):
-            control.threads.append(threading.Thread(target=self.repeat))
-            control.threads[-1].start()
-
-        def repeat(self):
-            for turns in itertools.count():
-                kernel(*map(ctypes.c_ulonglong, range(3)), *self.values)
-                control.change(chosen)
-                picked = list(chosen)
-                if turns and control.late is not None:
-                    control.late.wait(30)
-                for graphs, which in zip(self.choices, picked[1:]):
-                    if picked[0] and graphs and which < len(graphs):
-                        graphs[which].replay()
-                if not picked[0]:
-                    return
-
-    monkeypatch.setattr(one_launch, "WhileGraph", OnThread)
-    monkeypatch.setattr(host_loop, "captured_graph", lambda run, *how, **more: SimpleNamespace(replay=run))
-    monkeypatch.setattr(
-        OneLaunch, "_mark", lambda self: SimpleNamespace(query=lambda: not control.threads[-1].is_alive())
-    )
-    # as if captured, but without streams and pools
-    monkeypatch.setattr(OneLaunch, "prepare", _as_captured(OneLaunch.prepare))
-    return control
-
-
-def _as_captured(prepare):
-    def prepared(rounds):
-        rounds.captures = True
-        prepare(rounds)
-
-    return prepared
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +39,6 @@ def left(rounds, told):
     return out, rounds.cache.lengths, rounds.history(), rounds.counts.rounds[:ended]
 
 
-@needs_cxx
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("policy", [Static(0), Static(3), Adaptive()], ids=lambda p: p.name)
 def test_the_loop_runs_what_the_host_s_loop_runs(model, on_a_thread, policy, ahead):
@@ -130,7 +51,6 @@ def test_the_loop_runs_what_the_host_s_loop_runs(model, on_a_thread, policy, ahe
     assert found[0] == found[1] and rounds.launches == 1 and len(on_a_thread.threads) == 1
 
 
-@needs_cxx
 @pytest.mark.parametrize("drafter", [MTPDrafter(), LookupDrafter(1, 1), None], ids=["mtp", "lookup", "none"])
 def test_generation_by_one_launch(model, on_a_thread, drafter):
     ids, made = prompt_of(model, 40), []
@@ -140,7 +60,6 @@ def test_generation_by_one_launch(model, on_a_thread, drafter):
     assert (out.speculation is None) == (drafter is None)
 
 
-@needs_cxx
 def test_waiting_tokens_run_before_drafts_and_when_no_more_can_wait(model, on_a_thread):
     """Rounds without drafts: the block follows them as in the host's loop, and the last at the end."""
     ids, new, counts = [prompt_of(model, 20)], (60,), []
@@ -152,7 +71,6 @@ def test_waiting_tokens_run_before_drafts_and_when_no_more_can_wait(model, on_a_
     torch.testing.assert_close(counts[0][2], counts[1][2], atol=1e-5, rtol=1e-5)
 
 
-@needs_cxx
 def test_the_drafter_follows_rests_before_every_draft(model, on_a_thread):
     ids, pattern, found = [prompt_of(model, 20), prompt_of(model, 9)], (0, 1, 0, 0, 3, 0, 0, 0, 1, 8), []
     for kind in (Rounds, OneLaunch):
@@ -173,7 +91,6 @@ def _emptied(cache):
     return cache
 
 
-@needs_cxx
 def test_a_cancelled_loop_ends_after_its_round_and_the_next_begins_anew(model, on_a_thread):
     ids, new = [prompt_of(model, 20)], (50,)
     whole = ready(Rounds, model, ids, new, Static(3)).run()
@@ -200,7 +117,6 @@ def test_a_cancelled_loop_ends_after_its_round_and_the_next_begins_anew(model, o
     assert rounds.run() == whole and rounds.launches == 1
 
 
-@needs_cxx
 def test_a_loop_that_ends_too_early_is_an_error(model, on_a_thread):
     left = iter([1, 1, 0])
     on_a_thread.change = lambda chosen: chosen.__setitem__(0, next(left, 0))
