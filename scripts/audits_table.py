@@ -26,7 +26,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 AUDITS = ROOT / "audits"
 # Not measured files: the table, its source, a log whose entries name their runs, the requests of a run.
-BARE = ("README.md", "index.json", "kernel_log.md", "batch/demo/cpu/demo_pressure.jsonl")
+BARE = (
+    "README.md",
+    "index.json",
+    "kernel_log.md",
+    *(f"batch/demo/cpu/{name}.jsonl" for name in ("demo_pressure", "shared_prefixes")),
+)
 HEADER_LINES = 14  # of a markdown file: title, device, versions and commit, command
 COLUMNS = ("files", "what they show", "command", "commit", "device", "versions", "measured", "older than the code")
 HISTORY = 2  # columns that need git
