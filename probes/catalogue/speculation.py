@@ -14,6 +14,7 @@ from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes.acceptance import acceptance
 from dsv4.probes.scenes.cache_contents import Rows, bits, of_output, rows_checks, visible
 from dsv4.probes.scenes.control import attempted_all
+from dsv4.probes.scenes.launched import launched
 from dsv4.probes.scenes.scripted import STOP, Script, Steered, Watched, came_out, cases
 from dsv4.probes.scenes.speculative_rounds import outputs, states
 from dsv4.probes.subject import Subject
@@ -65,7 +66,8 @@ class Speculation(Probe):
         if subject.model.layer_devices is not None:
             return [*checks, vacuous("rounds on the device", "layers are spread over devices", part="after a round")]
         checks += attempted_all(RUNS, "Rounds", "after a round", lambda: states(subject, DRAFTS, self.seed))
-        return [*checks, *attempted_all(RUNS, "Rounds", "accepted tokens", lambda: outputs(subject, DRAFTS, self.seed))]
+        checks += attempted_all(RUNS, "Rounds", "accepted tokens", lambda: outputs(subject, DRAFTS, self.seed))
+        return [*checks, *attempted_all(RUNS, "a batch", "one launch", lambda: launched(subject, DRAFTS, self.seed))]
 
 
 class Undrafted:

@@ -115,7 +115,8 @@ class Mutation:
     some symptom; probes: those that are asked first, for speed (the others follow), and of them first the one that
     should name it; numerics, profile, caches: of the
     subject it is planted in (caches: formats of the main cache and of the index keys); backend: 'training' or 'cpu' for
-    a fault that only this backend can have, planted in host memory; '' for the backend that is asked for.
+    a fault that only this backend can have, planted in host memory; 'triton' for one that only a GPU can have, planted
+    if that backend is asked for; '' for the backend that is asked for.
     """
 
     name: str

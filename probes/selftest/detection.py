@@ -75,12 +75,18 @@ class Matrix:
 
 
 def select(
-    section: str | None = None, name: str | None = None, fast: bool = False, probe: str | None = None
+    section: str | None = None,
+    name: str | None = None,
+    fast: bool = False,
+    probe: str | None = None,
+    backend: str = "cpu",
 ) -> list[Mutation]:
     """Mutations of one section, with a text in their name, that one probe should name, or (fast) the first of each
-    section. Raises InputError for none, and Dsv4Error for a probe that is unknown."""
+    section; those of a GPU only for the triton backend. Raises InputError for none, and Dsv4Error for a probe that is
+    unknown."""
     aimed = probe and probe_named(probe).name
-    found = [m for m in catalogue() if section in (None, m.section) and (name or "").casefold() in m.name.casefold()]
+    found = [m for m in catalogue() if m.backend != "triton" or backend == "triton"]
+    found = [m for m in found if section in (None, m.section) and (name or "").casefold() in m.name.casefold()]
     found = [m for m in found if aimed in (None, *m.probes[:1])]
     if fast:
         found = [next(group) for _, group in groupby(found, key=lambda m: m.section)]
@@ -152,7 +158,8 @@ def run(
     chosen = {"section": section, "name": name, "fast": fast or None, "probe": probe}
     selection = ", ".join(f"{key} {value}" for key, value in chosen.items() if value) or "all"
     bench, jobs = Bench(Path(), backend, device, probe), jobs or usable_processors()
-    matrix = selftest(select(section, name, fast, probe), bench, jobs, selection, done=done, journal=journal)
+    found = select(section, name, fast, probe, bench.resolved)
+    matrix = selftest(found, bench, jobs, selection, done=done, journal=journal)
     for line in summary(matrix):
         say(line)
     if out is not None:

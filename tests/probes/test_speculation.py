@@ -188,7 +188,8 @@ def test_a_rejected_draft_that_comes_out_is_seen(subject, monkeypatch, short):
 # 7 s: that the other pieces of the probe still run takes all of them
 def test_a_case_that_breaks_leaves_the_others(subject, monkeypatch, short):
     monkeypatch.setattr(Rounds, "run", lambda self, **more: 1 / 0)
-    assert [(c.status, c.where, c.part) for c in red(subject)] == [(Status.ERROR, "Rounds", "accepted tokens")]
+    broken = [("Rounds", "accepted tokens"), ("a batch", "one launch")]
+    assert [(c.status, c.where, c.part) for c in red(subject)] == [(Status.ERROR, *what) for what in broken]
 
 
 # ---- what it decides by -------------------------------------------------------------------

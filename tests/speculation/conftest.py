@@ -4,14 +4,17 @@ import ctypes
 import itertools
 import shutil
 import subprocess
+import tempfile
 import threading
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsv4.speculation import host_loop, one_launch
-from dsv4.speculation.one_launch import TURN, OneLaunch
+from dsv4.speculation.one_launch import OneLaunch
 
 CXX = shutil.which("g++") or shutil.which("clang++")
 ON_HOST = """
@@ -27,29 +30,28 @@ extern "C" void cudaGraphSetConditional(Handle handle, unsigned int value) { cho
 """
 
 
-@pytest.fixture(scope="session")
-def turn(tmp_path_factory):
-    """The kernel as a function of the host, and what it chose: of the loop, of waiting tokens, of the round."""
-    if CXX is None:
-        pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("turn")
-    (folder / "turn.cpp").write_text(ON_HOST % TURN.source)
-    command = [CXX, "-shared", "-fPIC", "-O1", "-o", folder / "turn.so", folder / "turn.cpp"]
-    subprocess.run(command, check=True, capture_output=True)
-    library = ctypes.CDLL(str(folder / "turn.so"))
-    return library.turn, (ctypes.c_uint * 3).in_dll(library, "chosen")
+@cache
+def on_host(source: str):
+    """A kernel as a function of the host, and what it chose: of the loop, of waiting tokens, of the round."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, library = Path(folder) / "turn.cpp", Path(folder) / "turn.so"
+        program.write_text(ON_HOST % source)
+        subprocess.run([CXX, "-shared", "-fPIC", "-O1", "-o", library, program], check=True, capture_output=True)
+        loaded = ctypes.CDLL(str(library))
+    return loaded.turn, (ctypes.c_uint * 3).in_dll(loaded, "chosen")
 
 
 @pytest.fixture
-def on_a_thread(turn, monkeypatch):
+def on_a_thread(monkeypatch):
     """Loops run on a thread of the host. late: an Event that the thread waits for when it has published a round.
     change: changes what the kernel chose."""
-    kernel, chosen = turn
+    if CXX is None:
+        pytest.skip("no C++ compiler")
     control = SimpleNamespace(late=None, change=lambda chosen: None, threads=[])
 
     class OnThread:
-        def __init__(self, source, choices, arguments, device):
-            self.choices = choices
+        def __init__(self, kernel, choices, arguments, device):
+            (self.kernel, self.chosen), self.choices = on_host(kernel.source), choices
             self.values = [ctypes.c_longlong(a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments]
             self.held = arguments
 
@@ -59,9 +61,9 @@ def on_a_thread(turn, monkeypatch):
 
         def repeat(self):
             for turns in itertools.count():
-                kernel(*map(ctypes.c_ulonglong, range(3)), *self.values)
-                control.change(chosen)
-                picked = list(chosen)
+                self.kernel(*map(ctypes.c_ulonglong, range(3)), *self.values)
+                control.change(self.chosen)
+                picked = list(self.chosen)
                 if turns and control.late is not None:
                     control.late.wait(30)
                 for graphs, which in zip(self.choices, picked[1:]):
