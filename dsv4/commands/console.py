@@ -1,6 +1,7 @@
 """Options that the measuring commands (`dsv4 recall`, `fidelity`, `termination`, `sparse-prefill`) share, and how their
 texts are read."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -65,13 +66,26 @@ def counts(name: str, text: str | None) -> list[int] | None:
     return [parse_count(part.strip()) for part in text.split(",")]
 
 
-def budgets(text: str | None) -> list[int | float] | None:
-    """'1K,0.2' → tokens, and shares of the prompt. Raises InputError."""
-    from dsv4.model.gqa.choice import amount_named
+BLOCK = 128  # tokens of a block in which budgets are counted, where --block gives no other
 
+
+def budgets(text: str | None, block: int | None = None) -> list[int | float] | None:
+    """'1K,8b,0.2' → tokens, tokens of so many blocks, and shares of the prompt. block: tokens of a block, 128 by
+    default, so that a budget in blocks is as many tokens under every policy. Raises InputError."""
     if text is None:
         return None
-    return [amount_named("--budget", part.strip()) for part in text.split(",")]
+    return [_budget(part.strip(), BLOCK if block is None else block) for part in text.split(",")]
+
+
+def _budget(text: str, block: int) -> int | float:
+    from dsv4.model.gqa.choice import amount_named
+
+    blocks = re.fullmatch(r"([0-9]+)b", text)
+    if blocks is None:
+        return amount_named("--budget", text)
+    if not int(blocks[1]):
+        raise InputError(f"--budget is {text}; expected a number of blocks from 1, such as 8b")
+    return int(blocks[1]) * block
 
 
 def names(text: str | None) -> list[str] | None:

@@ -21,7 +21,7 @@ from dsv4.commands.console import (
     report_in,
 )
 from dsv4.commands.measuring import measure
-from dsv4.commands.options import Kernels, choice
+from dsv4.commands.options import Kernels, KVMemory, choice
 
 
 def fidelity(
@@ -37,8 +37,8 @@ def fidelity(
     budget: Annotated[
         Word,
         option(
-            "GQA: tokens that a policy keeps, e.g. 1K,4K; default: an 8th and a 4th of the longest context. Of snapkv, "
-            "pyramidkv also a share of the prompt, 0.2."
+            "GQA: tokens that a policy keeps, e.g. 1K,4K, or blocks of 128 (of --block) tokens, e.g. 8b,16b,32b; "
+            "default: an 8th and a 4th of the longest context. Of snapkv, pyramidkv also a share of the prompt, 0.2."
         ),
     ] = None,
     block: Annotated[Number, option("GQA: tokens of a block, instead of each policy's own.")] = None,
@@ -56,6 +56,7 @@ def fidelity(
     backend: Backend = "auto",
     kernel: Kernels = None,
     device: Device = "cpu",
+    kv_memory: KVMemory = "device",
     seed: Seed = 0,
     out: Annotated[Path | None, report_in("fidelity_NAME_FAMILY")] = None,
     as_json: Json = False,
@@ -71,7 +72,8 @@ def fidelity(
         out=out,
         as_json=as_json,
         kernel=kernel,
-        reads=(counts("--topk", topk), names(policy), budgets(budget), block),
+        reads=(counts("--topk", topk), names(policy), budgets(budget, block), block),
+        kv_memory=kv_memory,
         text=text,
         effort=effort,
         contexts=counts("--context", context),

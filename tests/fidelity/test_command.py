@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+from dsv4.commands.console import budgets
+from dsv4.errors import InputError
 from dsv4.probes.measure.base import plots as base_plots
 from dsv4.probes.measure.fidelity import document, markdown, plots
 from dsv4.probes.measure.fidelity.settings import EFFORTS, settle
@@ -129,6 +131,65 @@ def test_a_report_of_policies(run, gqa_path, prose, tmp_path):
     some = kept["snapkv, 128 tokens of the prompt"]
     assert some["chance"] < some["mass_kept"] < some["mass_best"] and "snapkv, 20% of the prompt" in kept
     assert kept["sink+window, 128 tokens"]["findability"] == 0 < kept["block-16 bound, 64 tokens"]["findability"]
+
+
+@pytest.mark.parametrize(
+    "text,block,wanted",
+    [
+        ("8b,16b,32b", None, [1024, 2048, 4096]),
+        ("8b", 16, [128]),
+        ("1K,2b,0.2", None, [1024, 256, 0.2]),
+        ("4KB", 16, [4096]),
+    ],
+)
+def test_budgets_in_blocks_are_tokens(text, block, wanted):
+    assert budgets(text, block) == wanted
+
+
+@pytest.mark.parametrize("text", ["0b", "-8b", "1.5b", "8bb", "b"])
+def test_no_number_of_blocks_is_an_error(text):
+    with pytest.raises(InputError, match="--budget"):
+        budgets(text)
+
+
+# Over 5 s: the whole command twice, with needles.
+def test_caches_in_host_memory_change_no_figure(run, gqa_path, prose):
+    """Needles found, agreement, perplexity and continuations, to the last bit."""
+    given = (
+        "fidelity",
+        gqa_path,
+        *SMALL,
+        "--text",
+        prose,
+        "--context",
+        700,
+        "--policy",
+        "sink-window,block-bound,page-bound",
+    )
+    given += ("--budget", "4b,8b", "--block", 16, "--needles", 2, "--json")
+    found = []
+    for where in ("device", "host"):
+        code, out, err = run(*given, "--kv-memory", where)
+        assert code == 0, err
+        found.append(json.loads(out))
+    device, host = found
+    for part in ("variants", "rows", "findability", "needles"):
+        assert host[part] == device[part], part
+    assert len(device["needles"]["rows"]) == 2 * 7 and {v["budget"] for v in device["variants"]} == {None, 64, 128}
+    fetched = {row["operation"] for row in host["provenance"]["dispatch"]} - {
+        row["operation"] for row in device["provenance"]["dispatch"]
+    }
+    assert fetched == {"fetch", "write_back"} and host["provenance"]["about"]["kv_memory"] == "host"
+
+
+def test_host_memory_is_refused_where_nothing_is_staged(run, demo, gqa_path, prose):
+    for given, said in (
+        ((demo, "--topk", 2), "GQA checkpoints"),
+        ((gqa_path, "--policy", "block-bound,snapkv"), "--policy snapkv, which keeps single tokens"),
+        ((gqa_path, "--kv-memory", "disk"), "disk"),
+    ):
+        code, out, err = run("fidelity", *given[:1], *SMALL, "--text", prose, "--kv-memory", "host", *given[1:])
+        assert code == 2 and out == "" and said in err.strip().splitlines()[-1], err
 
 
 def test_other_words(run, demo, prose, tmp_path, monkeypatch):

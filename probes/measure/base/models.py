@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.model import families
 from dsv4.model.causal import CausalLM
 from dsv4.model.load import load_model
@@ -23,13 +24,21 @@ class ModelSubject(Subject):
     can = frozenset({"run", "kernels"})
 
     def __init__(
-        self, checkpoint: Path, numerics: str, backend: str, device: str, kernels: Mapping = MappingProxyType({})
+        self,
+        checkpoint: Path,
+        numerics: str,
+        backend: str,
+        device: str,
+        kernels: Mapping = MappingProxyType({}),
+        kv_memory: HostMemory | None = None,
     ):
+        """kv_memory: caches in host memory; None: on the device."""
         self.model: CausalLM = load_model(
-            checkpoint, numerics=numerics, backend=backend, device=device, kernels=kernels
+            checkpoint, numerics=numerics, backend=backend, device=device, kernels=kernels, kv_memory=kv_memory
         )
         self.files, self.config, self.numerics = self.model.inventory, self.model.config, numerics
         said = "".join(f", {operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items())
+        said += "" if kv_memory is None else ", caches in host memory"
         self.name = f"ours, {numerics}{said}, backend {self.model.backend}, {device}"
         self.provenance = {
             "path": str(checkpoint),
@@ -37,6 +46,8 @@ class ModelSubject(Subject):
             "device": device,
             "torch": torch.__version__,
         }
+        if kv_memory is not None:
+            self.provenance["kv_memory"] = "host"
 
 
 def reads_by_policy(known) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dsv4.errors import InputError
+from dsv4.model.gqa.choice import NAMES
 from dsv4.probes.measure.base import settings as base
 from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.settings import QUESTION, refuse_idle
@@ -66,16 +67,37 @@ def variants_of(
 ) -> list[Variant]:
     """The exact run first. Raises InputError for choices that this family of models does not have, and where nothing is
     compared."""
+    host = model.kv_memory is not None
     if not reads_by_policy(model):
+        if host:
+            raise InputError(
+                "--kv-memory host was given with a DeepSeek-V4 checkpoint, whose exact run selects more entries than "
+                "are staged; it is measured of GQA checkpoints: leave it out"
+            )
         refuse_idle(
             {"--policy": policies, "--budget": budgets, "--block": block},
             "a DeepSeek-V4 checkpoint, whose CSA has --topk; leave it out",
         )
         return csa_variants(model, topk, settings.longest)
     refuse_idle({"--topk": topk}, "a GQA checkpoint, which has --policy and --budget; leave it out")
+    if host:
+        policies = _staged(policies)
     size, most = block or 128, settings.contexts[-1]
     defaults = [n for n in (most // 8 // size * size, most // 4 // size * size) if n >= LEAST_BUDGET * size]
     found = policy_variants(policies, budgets or defaults or [LEAST_BUDGET * size], block)
     if len(found) < 2:
         raise InputError("--policy names the dense policy alone, and nothing to hold against it; add another")
     return found
+
+
+def _staged(policies: list[str] | None) -> list[str]:
+    """The policies that run with keys and values in host memory, by default all of them. Raises InputError for one that
+    keeps single tokens."""
+    once = [name for name, make in NAMES.items() if make().once]
+    for name in policies or ():
+        if name in once:
+            raise InputError(
+                f"--kv-memory host was given with --policy {name}, which keeps single tokens; whole blocks are staged: "
+                "leave out one of them"
+            )
+    return policies or [name for name in NAMES if name not in once]
