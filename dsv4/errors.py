@@ -24,6 +24,7 @@ __all__ = [
     "KernelMismatch",
     "KernelNotLoaded",
     "KernelNotReached",
+    "MapMismatch",
     "MissingSelection",
     "MissingSummaries",
     "NotFinite",
@@ -75,6 +76,10 @@ class PageError(Dsv4Error):
 class RoundError(Dsv4Error):
     """A round on the device and the host disagree about a request's tokens, or about where it ends: the engine's own
     bookkeeping is wrong."""
+
+
+class MapMismatch(Dsv4Error):
+    """A map of whole decode steps that is further from the measured steps than it may be."""
 
 
 class NotFinite(Dsv4Error):

@@ -25,12 +25,12 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Text": "text context rows tail new_tokens needles needle_context asked_context in_prompt every queries tokens "
     "seed dump",
     "Model": "numerics backend kernel device threads jobs dummy_weights device_map max_memory layers weights bandwidth "
-    "capacity",
+    "capacity steps tier hit_rate host_memory",
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",
     "Conversion": "to allow_rounding max_shard resume discard_partial",
     "Report": "out as_json quiet verbose report verify gate journal waivers fail_on baseline where map.name force "
-    "account audit.budget bisect.budget",
+    "account audit.budget bisect.budget check redraw",
 }
 EXAMPLES = {
     "": ('dsv4 generate demo --prompt "The lightning indexer"', "dsv4 plan flash --device h100 --gpus 2"),
@@ -123,6 +123,10 @@ EXAMPLES = {
         "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --capacity 141G",
     ),
     "regime measure": ("dsv4 regime measure --device cuda", "dsv4 regime measure --model csa --batches 1,4"),
+    "regime steps": (
+        "dsv4 regime steps audits/decode/qwen2.5-7b/h100/bench_decode_gqa_h100.json",
+        "dsv4 regime steps audits/decode/flash/h100/bench_decode_h100.json --out DIR",
+    ),
     "regime map": (
         "dsv4 regime map audits/regime/gqa/h100/regime_h100.json --name H200 --bandwidth 4.8T --capacity 141G",
         "dsv4 regime map audits/regime/csa/h100/regime_csa_h100.json --name B200 --bandwidth 8T --force",

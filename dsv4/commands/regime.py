@@ -2,25 +2,18 @@
 pays."""
 
 import json
-import sys
-import time
-from enum import Enum
-from math import isfinite
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dsv4.commands import regime_inputs as inputs
 from dsv4.commands.options import choice
+from dsv4.commands.regime_inputs import SUFFIXES, Model
 from dsv4.errors import InputError
 
-SUFFIXES = (".json", ".md", ".svg")
 regime_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-
-
-class Model(str, Enum):
-    gqa = "gqa"
-    csa = "csa"
 
 
 def _folder(value: Path) -> Path:
@@ -49,6 +42,16 @@ Weights = Annotated[
     typer.Option(
         show_default=False,
         help="Bytes of weights that a step reads; default: 14G, of CSA what a step of one row reads of V4-Flash.",
+    ),
+]
+
+
+Steps = Annotated[
+    Path | None,
+    typer.Option(
+        show_default=False,
+        help="A bench_decode_*.json of scripts/bench_decode.py, to which whole steps are fitted; default: those of the "
+        "report, if it has any. It gives --layers and --weights too.",
     ),
 ]
 
@@ -85,16 +88,17 @@ def measure(
     from dsv4.model.load import resolve_device
 
     model = Model(model)
-    target, stem = resolve_device(device), _stem(model, _short(device))
-    _can_draw(out)
-    source, sizes, rows = _source(model, heads, policies, budget, target), _counts(contexts), _counts(batches)
-    about = _about(model, heads if model is Model.gqa else "V4-Flash", target)
-    layers, size, note = _model(model, layers, weights)
-    hardware = Hardware(about["device"], _capacity(capacity, target), layers, size)
+    target, stem = resolve_device(device), inputs.stem(model, inputs.short(device))
+    inputs.can_draw(out)
+    source = inputs.source(model, heads, policies, budget, target)
+    sizes, rows = inputs.counts(contexts), inputs.counts(batches)
+    about = inputs.about(model, heads if model is Model.gqa else "V4-Flash", target)
+    layers, size, note = inputs.sizes(model, layers, weights)
+    hardware = Hardware(about["device"], inputs.capacity(capacity, target), layers, size)
     say = lambda line: typer.echo(line, err=True)
     plan = session.Plan.of(rows, sizes)
     report = session.run(
-        source, Timer(target, rounds), plan, hardware, _wide(sizes), _wide(rows, 64), out, stem, about, say
+        source, Timer(target, rounds), plan, hardware, inputs.wide(sizes), inputs.wide(rows, 64), out, stem, about, say
     )
     report["notes"] += note
     _write(report, out, stem)
@@ -124,175 +128,115 @@ def draw_map(
     capacity: Annotated[str, typer.Option(help="Bytes for weights and caches (141G …).")] = "80G",
     layers: Layers = None,
     weights: Weights = None,
+    steps: Steps = None,
+    tier: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="A host_tier_*.json of scripts/bench_host_tier.py: the map gets rows of caches in host memory.",
+        ),
+    ] = None,
+    hit_rate: Annotated[
+        float, typer.Option(help="Of rows in host memory: share of a step's choice that is staged already.")
+    ] = 0.0,
+    host_memory: Annotated[str, typer.Option(help="Bytes of host memory for caches.")] = "256G",
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="A bench_decode_*.json: measured whole steps, from which the map's ratios may be 5 % off.",
+        ),
+    ] = None,
+    redraw: Annotated[
+        bool,
+        typer.Option("--redraw", help="Draw the report's own map again, for the hardware it was measured on."),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace files that are no map of the same source and hardware.")
     ] = False,
 ):
     """Draw the map of a measured cost model for other hardware: c₀ and c₁ stay as they were measured, and the report
-    says so."""
-    from dsv4.cost_model import regime, session
+    says so. Exit code 1 where a --check FAILED."""
+    from dsv4.cost_model import session
+    from dsv4.cost_model.whole import Whole
     from dsv4.speculation.documents import expect_header, read_document
 
-    _can_draw(out)
+    inputs.can_draw(out)
     found = read_document(
         report, lambda d: expect_header(d, "a report of dsv4 regime measure", session.FORMAT, session.VERSION)
     )
-    try:
-        layers, size, note = _model(_kind(found, report), layers, weights)
-        hardware = regime.Hardware(
-            name, _count(capacity), layers, size, None if bandwidth is None else _bandwidth(bandwidth)
+    if check is not None and bandwidth is not None:
+        raise InputError(
+            "--check was given with --bandwidth: steps were measured at the fitted β, not at another; leave out one"
         )
-        remapped = session.remap(found, hardware)
-        remapped["notes"] += note
+    measured, (price, host) = inputs.measured_steps(steps), inputs.measured_tier(tier)
+    try:
+        kind = inputs.kind(found, report)
+        whole = Whole.of(found, measured, price)
+        hardware, note = inputs.hardware(kind, measured, layers, weights)
+        more = {"host": inputs.count(host_memory), "hit": inputs.share(hit_rate)}
+        if redraw:
+            name, note = found["about"]["device"], []
+            same = {key: found["hardware"][key] for key in ("name", "capacity", "bandwidth")}
+            drawn = session.redraw(found, replace(hardware, **same, **more), whole)
+        else:
+            rate = None if bandwidth is None else inputs.bandwidth(bandwidth)
+            there = replace(hardware, name=name, capacity=inputs.count(capacity), bandwidth=rate, **more)
+            drawn = session.remap(found, there, whole)
+        drawn["notes"] = drawn["notes"] + note
     except (KeyError, TypeError) as error:
         raise InputError(f"{report} lacks {error}; expected a report that dsv4 regime measure wrote") from None
-    stem = _stem(_kind(found, report), name)
-    if not force:
-        _check_replaceable(out, stem, remapped)
-    _write(remapped, out, stem)
+    if redraw:
+        drawn["redrawn"] = inputs.origin()
+    stem = report.stem if redraw else inputs.stem(kind, name)
+    if not (force or redraw):
+        inputs.check_replaceable(out, stem, drawn)
+    _write(drawn, out, stem)
+    if check is not None:
+        _checked(drawn, inputs.measured_steps(check), host)
 
 
-def _source(model: Model, heads: str, policies: str, budget: str, device):
-    if model is Model.csa:
-        from dsv4.cost_model.csa import CSA
+def _checked(report: dict, measured, host: dict | None) -> None:
+    """Print every comparison. Exit code 1 where one FAILED."""
+    from dsv4.cost_model.whole import check, expect_close, said
+    from dsv4.errors import MapMismatch
 
-        return CSA(device, "triton" if device.type == "cuda" else "reference")
-    from dsv4.cost_model.gqa import GQA, POLICIES, Geometry
-
+    rows = check(report, measured, host)
+    for part in rows.values():
+        for row in part:
+            typer.echo(said(row))
     try:
-        H, KV, D = (int(n) for n in heads.split(","))
-    except ValueError:
-        raise InputError(
-            f"--heads {heads!r}; expected three numbers: query heads, KV heads, columns (28,4,128)"
-        ) from None
-    if min(H, KV, D) < 1 or H % KV:
-        raise InputError(f"--heads {heads!r}; expected KV heads that divide the query heads")
-    chosen = [p.strip() for p in policies.split(",") if p.strip()]
-    unknown = [p for p in chosen if p not in POLICIES]
-    if unknown or not chosen:
-        raise InputError(f"--policies {policies!r}: {', '.join(unknown) or 'nothing'} is none of {', '.join(POLICIES)}")
-    kept = _count(budget)
-    if kept % 128 or kept < 512:
-        raise InputError(f"--budget {budget}; expected a multiple of 128 tokens, at least 512")
-    return GQA(Geometry(H, KV, D, 4 if device.type == "cpu" else 2), {p: POLICIES[p](kept) for p in chosen}, device)
+        expect_close(rows)
+    except MapMismatch as wrong:
+        typer.echo(f"FAILED: {wrong}")
+        raise typer.Exit(1) from None
 
 
-def _about(model: Model, heads: str, device) -> dict:
-    """What a report is about, and its origin: device, versions, commit, date and command."""
-    import torch
+@regime_app.command(name="steps")
+def fit_steps(
+    measured: Annotated[Path, typer.Argument(help="A bench_decode_*.json that was measured.", show_default=False)],
+    out: Annotated[
+        Path, typer.Option(help="Directory for regime_steps_GEOMETRY_DEVICE.md and .json.", callback=_folder)
+    ] = Path(),
+):
+    """Fit bytes / β + c₀ (+ c₁) to measured whole decode steps, with the errors of steps that were left out, and all
+    residuals. Exit code 1 when the goal for steps that were left out FAILED."""
+    from dsv4.cost_model import steps_report
+    from dsv4.speculation.documents import write_whole
 
-    from dsv4.probes.report import provenance
-
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else "host processor"
-    found = provenance.versions()
-    return {
-        "model": f"{model.value} {heads}",
-        "device": where,
-        "torch": torch.__version__,
-        "triton": found["triton"],
-        "python": found["python"],
-        **provenance.commit(),
-        "date": provenance.date(time.time()),
-        "command": provenance.command_line(sys.argv),
-    }
-
-
-def _short(device: str) -> str:
-    """The device's short name in file names: 'cpu', 'H100'."""
-    import re
-
-    import torch
-
-    name = "cpu" if not device.startswith("cuda") else torch.cuda.get_device_name(torch.device(device))
-    found = re.search(r"\b([ABHLV]\d{2,3}S?|RTX \w+|T4)\b", name)
-    return found[0] if found else name
-
-
-def _stem(model: Model, name: str) -> str:
-    """The stem of file names. Reports of CSA have the family in it, so that a report of one kind of model does not
-    replace that of the other."""
-    import re
-
-    return "regime_" + ("" if model is Model.gqa else f"{model.value}_") + re.sub(r"\W+", "_", name.lower())
-
-
-def _check_replaceable(folder: Path, stem: str, report: dict) -> None:
-    """Raises InputError if one of the files exists and they are not a map of the same source and hardware."""
-    there = [path for suffix in SUFFIXES if (path := folder / f"{stem}{suffix}").exists()]
-    if not there:
-        return
-    try:
-        held = json.loads((folder / f"{stem}.json").read_text())
-        same = not held["rows"] and _drawn_of(held) == _drawn_of(report)
-    except (OSError, ValueError, KeyError, TypeError):  # no report, or none of this program
-        same = False
-    if not same:
-        raise InputError(
-            f"{there[0]} is there and is no map of this source and hardware; expected a free name: give another --out "
-            "or --name, or --force to replace it"
-        )
-
-
-def _drawn_of(report: dict) -> list:
-    """What a map depends on: formulas of bytes, where they were measured, and the hardware's name."""
-    return [report["source"], report["about"]["model"], report["about"]["device"], report["hardware"]["name"]]
-
-
-def _kind(found: dict, file: Path) -> Model:
-    """The kind of model of a report. Raises KeyError, TypeError if it has none, InputError for another."""
-    kind = found["source"]["kind"]
-    if kind not in [m.value for m in Model]:
-        raise InputError(f"{file} is of a model of kind {kind!r}; expected one of {', '.join(m.value for m in Model)}")
-    return Model(kind)
-
-
-def _model(model: Model, layers: int | None, weights: str | None) -> tuple[int, int, list[str]]:
-    """Layers and bytes of weights, as given or assumed, and a note about assumed ones."""
-    from dsv4.cost_model.defaults import assumed
-
-    found = assumed(model.value)
-    note = [found.note] * bool(found.note and layers is None and weights is None)
-    return layers or found.layers, found.weights if weights is None else _count(weights), note
-
-
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",") if part.strip()]
-
-
-def _count(text: str) -> int:
-    from dsv4.units import parse_count
-
-    return parse_count(text)
-
-
-def _bandwidth(text: str) -> float:
-    units = {"G": 1e9, "T": 1e12}
-    try:
-        value = float(text[:-1]) * units[text[-1].upper()] if text[-1:].upper() in units else float(text)
-    except ValueError:
-        value = 0.0
-    if not (isfinite(value) and value > 0):
-        raise InputError(f"--bandwidth {text!r}; expected bytes a second: 4.8T, 3350G, 3.35e12")
-    return value
-
-
-def _capacity(text: str | None, device) -> int:
-    from dsv4.runtime.memory import free_bytes
-
-    return _count(text) if text is not None else free_bytes(device)
-
-
-def _wide(measured: list[int], longest: int = 1 << 22) -> list[int]:
-    """The map's axis: powers of two from the smallest measured value on."""
-    first = 1 << (min(measured).bit_length() - 1)
-    return [first << i for i in range(32) if first << i <= max(longest, max(measured))]
-
-
-def _can_draw(folder: Path) -> None:
-    """Checks before anything runs that matplotlib is installed and that the directory can be made."""
-    from dsv4.speculation.documents import check_can_draw
-
-    check_can_draw(folder, "the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")
+    found = inputs.measured_steps(measured)
+    report = steps_report.document(found, inputs.origin())
+    text = steps_report.markdown(report)
+    stem = inputs.steps_stem(found)
+    out.mkdir(parents=True, exist_ok=True)
+    for suffix, content in ((".json", json.dumps(report, indent=1) + "\n"), (".md", text)):
+        write_whole(out / f"{stem}{suffix}", content)
+    typer.echo(text)
+    failed = [goal["goal"] for goal in report["goals"] if goal["verdict"] == "FAILED"]
+    for name in failed:
+        typer.echo(f"FAILED: {name}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _write(report: dict, folder: Path, stem: str) -> None:

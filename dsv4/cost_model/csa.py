@@ -14,6 +14,7 @@ import torch
 from dsv4.cost_model.latent import LatentGeometry
 from dsv4.cost_model.regime import Way
 from dsv4.cost_model.rows import Row, Run
+from dsv4.cost_model.tier import HostWay
 from dsv4.kernels.attention import hca_attention, sparse_attention
 from dsv4.kernels.cache_rows import PAGE, STREAM_FORMATS, PackedRows, encode_rows, pack_layout
 from dsv4.kernels.indexer import index_scores, topk_entries
@@ -106,8 +107,21 @@ class CSA:
 
     def ways(self) -> tuple[Way, list[Way]]:
         return Way("dense", dense_bytes, held=latent_bytes), [
-            Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, searched, self._held)
+            Way("csa", self._csa_bytes, FINDING, WINDOW + TOPK * RATIO, searched, self._held, self._host())
         ]
+
+    def _host(self) -> HostWay:
+        """Entries in host memory, in bf16: on the device windows, index keys, twice as many staged entries as a step
+        chooses and a slot table; and one layer's entries on their way."""
+        row, slots = 1024, 2 * TOPK
+        entries = lambda batch, context: _entries(batch, context) * row
+
+        def device(batch: int, context: int) -> int:
+            table = batch * (16 * slots + 4 * (context // RATIO) + 28)
+            return self._held(batch, context) - entries(batch, context) + batch * slots * row + table
+
+        chosen = lambda batch, context: batch * min(TOPK, context // RATIO) * row
+        return HostWay(device, entries, chosen, entries, 1)
 
     def _csa_bytes(self, batch: int, context: int) -> int:
         return csa_bytes(batch, context, INDEX_KEYS[self.index][1])

@@ -5,6 +5,7 @@ scored item: finding among 65536 pages takes ten times as long as among 512. A c
 also fitted, so that the report can give its error.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
@@ -87,6 +88,72 @@ def fit(measured: Iterable[Measured], constant: bool = False) -> CostModel:
         ]
         prices[name] = Price(*never_negative(columns, rest, whole))
     return CostModel(costs.bandwidth, costs.c0, prices)
+
+
+def fit_steps(measured: Sequence[Measured], constant: bool = True) -> CostModel:
+    """β, c₀ and every c₁ at once, by `non_negative` least squares of relative errors, of whole steps: each row is one
+    layer's share of a step, so bytes and seconds are those of the step over its layers.
+
+    Dense and sparse steps share β and c₀, because both read the weights. constant: c₁ is one number a layer, as
+    published; otherwise it has a price for each row of the batch and for each scored item too, as far as the rows tell
+    these apart. Raises InputError where the rows determine no cost model: fewer rows than unknowns, or time that does
+    not grow with bytes.
+    """
+    rows = [r for r in measured if not r.held_out]
+    names = list(dict.fromkeys(r.finding for r in rows if r.finding is not None))
+    columns: dict[tuple[str, str], list[float]] = {
+        ("", "bytes"): [float(r.bytes) for r in rows],
+        ("", "c0"): [1.0] * len(rows),
+    }
+    for name in names:
+        found = [float(r.finding == name) for r in rows]
+        columns[name, "fixed"] = found
+        if not constant:
+            columns[name, "each"] = [f * r.searched for f, r in zip(found, rows)]
+            columns[name, "row"] = [f * r.batch for f, r in zip(found, rows)]
+    kept = _independent(columns)
+    needed = 2 + sum(any(r.finding != name for r in rows) for name in names)
+    if len(kept) < needed or len(rows) < needed:
+        raise InputError(
+            f"{len(rows)} steps tell {len(kept)} of {needed} unknowns of the cost model apart; expected more: measure "
+            "more contexts, dense and sparse"
+        )
+    times = [r.seconds for r in rows]
+    x = dict(zip(kept, non_negative([columns[key] for key in kept], times, times)))
+    if x["", "bytes"] <= 0:
+        raise InputError(
+            f"time does not grow with bytes over {len(rows)} steps: they are noise, or all read as much; measure "
+            "longer contexts"
+        )
+    price = lambda name: Price(*(x.get((name, part), 0.0) for part in ("fixed", "each", "row")))
+    return CostModel(1 / x["", "bytes"], x["", "c0"], {name: price(name) for name in names})
+
+
+def _independent(columns: Mapping[tuple[str, str], Sequence[float]]) -> list[tuple[str, str]]:
+    """The columns, in their order, that are no linear combination of those before them."""
+    kept: list[tuple[str, str]] = []
+    scaled = lambda key: np.asarray(columns[key]) / (max(map(abs, columns[key])) or 1.0)
+    for key in columns:
+        if np.linalg.matrix_rank(np.array([scaled(k) for k in (*kept, key)])) > len(kept):
+            kept.append(key)
+    return kept
+
+
+def non_negative(columns: Sequence[Sequence[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:
+    """x ≥ 0 that minimises Σ ((Σ_k x_k · columns_k − y) / whole)²: the best of the unconstrained solutions of every
+    subset of the columns that is not negative. Columns are few, so all subsets are tried; the optimum is among them."""
+    scales = [max(map(abs, column)) or 1.0 for column in columns]
+    table = np.array(columns, float).T / scales / np.asarray(whole, float)[:, None]
+    wanted, best, found = np.asarray(y, float) / np.asarray(whole, float), float("inf"), [0.0] * len(columns)
+    for size in range(1, len(columns) + 1):
+        for chosen in itertools.combinations(range(len(columns)), size):
+            x = np.linalg.lstsq(table[:, chosen], wanted, rcond=None)[0]
+            loss = float(((table[:, chosen] @ x - wanted) ** 2).sum())
+            if (x >= 0).all() and loss < best * (1 - 1e-12):
+                best, found = loss, [0.0] * len(columns)
+                for k, value in zip(chosen, x):
+                    found[k] = float(value) / scales[k]
+    return found
 
 
 def least_squares(columns: Sequence[Sequence[float]], y: Sequence[float], whole: Sequence[float]) -> list[float]:

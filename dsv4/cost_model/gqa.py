@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dsv4.cost_model.regime import Way
 from dsv4.cost_model.rows import Row, Run
+from dsv4.cost_model.tier import HostWay
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import Policy, block_bounds, block_means, choose_blocks, page_bounds, sink_window
 from dsv4.kernels.gather_attention import gather_attention
@@ -122,6 +123,22 @@ def held_bytes(g: Geometry, policy: Policy, batch: int, context: int) -> int:
     return g.cache(batch, context) + summary_bytes(g, policy, batch * g.kv_heads * blocks_of(policy, context))
 
 
+def host_way(g: Geometry, policy: Policy) -> HostWay:
+    """The cache in host memory, as `dsv4.cache.host_tier` makes it: on the device summaries, staged blocks and slot
+    tables, and two whole layers on their way. Of what a step chooses, its own token's block is on the device."""
+    item = 2 * policy.block * g.head_dim * g.itemsize
+    groups = lambda batch: batch * g.kv_heads
+
+    def device(batch: int, context: int) -> int:
+        blocks = blocks_of(policy, context)
+        slots = max(policy.kept, min(2 * policy.kept, blocks))
+        table = 16 * slots + 4 * blocks + 44
+        return summary_bytes(g, policy, groups(batch) * blocks) + groups(batch) * ((slots + 1) * item + table)
+
+    chosen = lambda batch, context: groups(batch) * (min(policy.kept, blocks_of(policy, context)) - 1) * item
+    return HostWay(device, g.cache, chosen, g.cache)
+
+
 class Inputs:
     """Queries of every layer; the distinct caches and their summaries, which layers use by their number."""
 
@@ -193,6 +210,7 @@ class GQA:
                 p.tokens,
                 partial(searched, self.geometry, p),
                 partial(held_bytes, self.geometry, p),
+                host_way(self.geometry, p),
             )
             for p in self.policies.values()
         ]

@@ -37,20 +37,53 @@ def markdown(report: dict, picture: str) -> str:
     lines += _crossovers(report["crossovers"], bool(report["rows"]))
     if report["rows"]:
         lines += _rows(report["rows"])
-    hardware = report["hardware"]
     lines += [
         "",
         "## Map",
         "",
-        f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
-        f"{format_bytes(hardware['weights'])} a step. Times faster than dense of the fastest policy: attention "
-        "(whole step); – where the caches do not fit, † where only those of dense attention do not.",
+        _hardware(report["hardware"]),
         "",
+        *_whole(report),
         *_map(report["map"]),
         "",
         f"![map]({picture})",
     ]
     return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
+
+
+def _hardware(hardware: dict) -> str:
+    resident = hardware.get("resident")
+    more = f" of {format_bytes(resident)}" if resident else ""
+    return (
+        f"{hardware['name']}: capacity {format_bytes(hardware['capacity'])}, {hardware['layers']} layers, weights "
+        f"{format_bytes(hardware['weights'])}{more} a step. Times faster than dense of the fastest policy: attention "
+        "(whole step); – where the caches do not fit, † where only those of dense attention do not."
+    )
+
+
+def _whole(report: dict) -> list[str]:
+    """What the whole-step ratios and the rows of the host tier rest on; each with an empty line behind it."""
+    lines, hardware = [], report["hardware"]
+    if (steps := report.get("steps")) is not None:
+        lines += [
+            f"Whole steps by the cost model that was fitted to measured ones ({steps['geometry']}, {steps['device']}, "
+            f"`{steps['command']}`): {_fitted(steps['bill'])} c₀ and c₁ are of one layer, and c₀ is what a layer takes "
+            "beside its bytes."
+            + ("" if steps["dense"] else " No dense step was measured, so that c₀ has the price of finding in it."),
+            "",
+        ]
+    if (tier := report.get("tier")) is not None:
+        lines += [
+            "Rows “host”: the caches are in host memory. ms of a whole step, times faster than a dense step whose "
+            "cache is on the device would be, and bytes fetched. A step takes longer than one with its caches on the "
+            f"device by {micro(tier['launch'])} µs a layer, {micro(tier['latency'])} µs more where a layer fetches, "
+            f"and the bytes fetched at {tier['link'] / 1e9:.1f} GB/s (fitted to `{tier['command']}` on "
+            f"{tier['device']}, worst error {tier['worst']:.1%}). Assumed: this link, {hardware['hit']:.0%} of what a "
+            f"step chooses staged already, {format_bytes(hardware['host'])} of host memory. On the device are the "
+            "weights, summaries, what is staged, and buffers of whole layers for prompts.",
+            "",
+        ]
+    return lines
 
 
 def _headline(report: dict) -> list[str]:
@@ -184,4 +217,13 @@ def _map(cells: Sequence[dict]) -> list[str]:
     lines = ["| batch | " + " | ".join(map(tokens, contexts)) + " |", "|---:" * (len(contexts) + 1) + "|"]
     for b in batches:
         lines.append(f"| {b} | " + " | ".join(_cell(at[b, c]) for c in contexts) + " |")
+        if any("host" in at[b, c] for c in contexts):
+            lines.append(f"| {b}, host | " + " | ".join(_host_cell(at[b, c].get("host")) for c in contexts) + " |")
     return lines
+
+
+def _host_cell(host: dict | None) -> str:
+    if host is None or not host["fits"]:
+        return "–"
+    fetched = format_bytes(host["fetched"]).replace(".00", "") if host["fetched"] else "nothing"
+    return f"{host['seconds'] * 1e3:.3g} ms, {times(host['speedup'])}, {fetched}"

@@ -11,6 +11,7 @@ from dsv4.cost_model.fit import CostModel, Quality, fit
 from dsv4.cost_model.regime import Hardware, crossover, measured_crossover, regime_map
 from dsv4.cost_model.report import priced
 from dsv4.cost_model.rows import Measured, Source
+from dsv4.cost_model.whole import Whole
 from dsv4.errors import InputError
 from dsv4.speculation.documents import write_whole
 
@@ -206,8 +207,9 @@ def qualities(measured: Sequence[Measured], judged: Sequence[dict]) -> dict:
     }
 
 
-def remap(report: dict, hardware: Hardware) -> dict:
-    """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as measured."""
+def remap(report: dict, hardware: Hardware, whole: Whole | None = None) -> dict:
+    """A measured report with the map and the predicted crossovers of other hardware. c₀ and prices stay as measured.
+    whole: as in `redraw`."""
     costs = CostModel.from_document(report["bill"])
     if hardware.bandwidth is not None:
         costs = replace(costs, bandwidth=hardware.bandwidth)
@@ -226,18 +228,25 @@ def remap(report: dict, hardware: Hardware) -> dict:
     return redraw(
         report | {"bill": asdict(costs), "notes": [note], "rows": [], "quality": None, "crossovers": crossovers},
         hardware,
+        whole,
     )
 
 
-def redraw(report: dict, hardware: Hardware) -> dict:
-    """A report with its map drawn again, for its contexts and batches. All else, measured rows included, is
-    unchanged."""
+def redraw(report: dict, hardware: Hardware, whole: Whole | None = None) -> dict:
+    """A report with its map drawn again, for its contexts and batches. All else, measured rows included, is unchanged.
+    whole: the cost model of steps and the host tier, by default what the report has of them."""
+    whole = Whole.of(report) if whole is None else whole
     dense, ways = _source_of(report["source"]).ways()
     contexts, batches = (list(dict.fromkeys(c[key] for c in report["map"])) for key in ("context", "batch"))
-    return report | {
-        "hardware": asdict(hardware),
-        "map": regime_map(CostModel.from_document(report["bill"]), dense, ways, contexts, batches, hardware),
-    }
+    costs, axes = CostModel.from_document(report["bill"]), (contexts, batches)
+    return (
+        report
+        | whole.document()
+        | {
+            "hardware": asdict(hardware),
+            "map": regime_map(costs, dense, ways, *axes, hardware, whole.steps, whole.tier),
+        }
+    )
 
 
 def _source_of(document: dict) -> Source:

@@ -17,7 +17,7 @@ from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
-from dsv4.model.numerics import Numerics
+from dsv4.model.numerics import Numerics, numerics_named
 
 LONGEST = 1 << 20
 
@@ -37,21 +37,42 @@ def load_gqa_dummy(
 
     Raises InputError for a number of layers that it does not have.
     """
-    raw = GEOMETRIES[name]
-    total = raw["num_hidden_layers"]
-    layers = total if layers is None else layers
-    if not 0 < layers <= total:
-        raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
-    config = GQAConfig.from_dict(raw | {"num_hidden_layers": layers, "max_position_embeddings": LONGEST})
-    storage = Storage() if numerics.dense else Storage(WeightFormat.DENSE, torch.bfloat16)
-    with torch.device("meta"):
-        model = GQAModel(config, numerics, backend, lambda leaf: storage, kernels)
-    model.to_empty(device=device)
+    model = _planned(config_of(name, layers), numerics, backend, kernels).to_empty(device=device)
     model.device, model.max_context = device, max_context
     fill_weights(model, seed)
     if attention is not None:
         model.attention = attention
     return model
+
+
+def config_of(name: str, layers: int | None = None) -> GQAConfig:
+    """The configuration of the first `layers` layers of a geometry (None: all), with contexts of 1M tokens. Raises
+    InputError for a number of layers that it does not have."""
+    raw = GEOMETRIES[name]
+    total = raw["num_hidden_layers"]
+    layers = total if layers is None else layers
+    if not 0 < layers <= total:
+        raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
+    return GQAConfig.from_dict(raw | {"num_hidden_layers": layers, "max_position_embeddings": LONGEST})
+
+
+def _planned(config: GQAConfig, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
+    """The model on the meta device: shapes and dtypes without memory."""
+    storage = Storage() if numerics.dense else Storage(WeightFormat.DENSE, torch.bfloat16)
+    with torch.device("meta"):
+        return GQAModel(config, numerics, backend, lambda leaf: storage, kernels)
+
+
+def tensors_of_geometry(name: str, layers: int | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → (dtype as in safetensors, shape) of the weights of the first `layers` layers of a geometry (None: all), as
+    `load_gqa_dummy` makes them in native numerics."""
+    return tensors_held(_planned(config_of(name, layers), numerics_named("native"), "reference"))
+
+
+def tensors_held(model: GQAModel) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name → (dtype as in safetensors, shape) of a model's weights."""
+    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    return {name: (names[p.dtype], tuple(p.shape)) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
