@@ -10,17 +10,19 @@ transformers' eager model beside it (0: not). `--prefill` times whole prompts of
 chunks, batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes
 bench_decode_<device>.json, .md and .svg to DIR. Exit code 1 when a step was not clean.
 
-    python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 4096]
-    [--layers 28]
-                                   [--context 128K,1M] [--batch 1]
+    python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 8b,16b,32b]
+    [--layers 28] [--context 8K,32K,128K,1M] [--batch 1,8]
 
-times a GQA model instead: dense steps and those of the policy in turns over one cache, and writes
-bench_decode_gqa_<device>.json and .md.
+times a GQA model instead: dense steps and those of the policy at each budget in turns over one cache, and writes
+bench_decode_gqa_<device>.json and .md after each batch and context. A shape whose weights and caches do not fit is
+measured with as many layers as do, and the reason is written in bytes. `dsv4 regime steps` fits the cost model of whole
+steps to the JSON.
 """
 
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +52,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--attention", default="block-bound", choices=[name for name in NAMES if name != "dense"], help="of a GQA model"
     )
-    parser.add_argument("--attention-tokens", default="4096", help="4096, or of snapkv and pyramidkv a share: 0.2")
+    parser.add_argument(
+        "--attention-tokens", default="4096", help="4096, or 8b,16b,32b; of snapkv and pyramidkv a share: 0.2"
+    )
     parser.add_argument("--context", type=counts, default=counts("8K,128K,1M"))
     parser.add_argument("--batch", type=counts, default=[1, 8])
     parser.add_argument("--numerics", default="native")
@@ -129,38 +133,68 @@ def main() -> int:
 
 
 def policies(args: argparse.Namespace, machine, about: dict) -> int:
-    """Dense steps of a GQA model beside those of a policy."""
-    from dsv4.model.dummy import load_dummy
+    """Dense steps of a GQA model beside those of a policy at some budgets."""
+    from dsv4.commands.console import budgets
     from dsv4.model.gqa.choice import attention_named
 
-    model, failed, pairs = load_dummy(args.dummy_weights, args.layers, args.numerics, args.backend, "cuda"), [], []
-    ways = [attention_named("dense"), attention_named(args.attention, args.attention_tokens)]
+    begun, failed, pairs = time.perf_counter(), [], []
+    sparse = [attention_named(args.attention, tokens) for tokens in sorted(budgets(args.attention_tokens))]
+    ways, models = [attention_named("dense"), *sparse], Models(args)
+    room = int(decode_gqa.SHARE * torch.cuda.mem_get_info()[0])
+    layers, nbytes = models.sizes()
     setup = {
         "geometry": args.dummy_weights,
-        "layers": len(model.layers),
+        "layers": layers,
         "numerics": args.numerics,
         "backend": args.backend,
-        "weight_bytes": model.nbytes,
-        "attention": ways[1].document(),
+        "weight_bytes": nbytes,
+        "attention": ways[-1].document(),
+        "ways": [way.document() for way in ways],
+        "reduced": [],
     }
-    for batch in args.batch:
-        for context in args.context:
+    for shape in ((batch, context) for batch in args.batch for context in args.context):
+        fit, why = decode_gqa.layers_that_fit(args.dummy_weights, layers, *shape, ways[-1].policy, room)
+        setup["reduced"] += [why] * bool(why)
+        if fit:
             attempt(
-                f"batch {batch} at {decode_report.context_name(context)}",
+                f"batch {shape[0]} at {decode_report.context_name(shape[1])}",
                 failed,
                 pairs,
-                lambda: decode_gqa.measure_pair(model, batch, context, machine, ways, args.steps),
+                lambda: decode_gqa.measure_pair(models.of(fit), *shape, machine, ways, args.steps),
             )
-            found = about, setup, machine, pairs, failed
-            report.write(
-                args.out,
-                f"bench_decode_gqa_{report.device_slug(machine.device)}",
-                report.finite(decode_gqa.document(*found)),
-                decode_gqa.markdown(*found),
-                None,
-            )
+        about["seconds"] = round(time.perf_counter() - begun, 1)
+        found = about, setup, machine, pairs, failed
+        report.write(
+            args.out,
+            f"bench_decode_gqa_{report.device_slug(machine.device)}",
+            report.finite(decode_gqa.document(*found)),
+            decode_gqa.markdown(*found),
+            None,
+        )
     print(decode_gqa.markdown(*found))
     return int(bool(failed) or decode_report.red([p for pair in pairs for p in pair.points]))
+
+
+class Models:
+    """The model with as many layers as asked for; one at a time is in memory."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.model = args, None
+
+    def of(self, layers: int | None):
+        from dsv4.model.dummy import load_dummy
+
+        if self.model is None or layers != len(self.model.layers):
+            self.model = None
+            release()
+            choices = self.args.numerics, self.args.backend, "cuda"
+            self.model = load_dummy(self.args.dummy_weights, layers, *choices)
+        return self.model
+
+    def sizes(self) -> tuple[int, int]:
+        """Layers of the whole model, and bytes of its weights."""
+        model = self.of(self.args.layers)
+        return len(model.layers), model.nbytes
 
 
 def attempt(name: str, failed: list[str], found: list, measure: Callable) -> None:

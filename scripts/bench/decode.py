@@ -44,10 +44,21 @@ class Point:
     by_kernel: list = field(default_factory=list)  # (name, count, µs that they add), the slowest first
     why: str = ""
     attention: str = ""  # of a GQA model
+    policy: dict | None = None  # of a GQA model; None: dense
+    parts: dict = field(default_factory=dict)  # part of `bytes` → bytes by formula
+    wall_seconds: float = 0.0  # of its measurement, all turns and the capture in it
+
+    @property
+    def way(self) -> str:
+        """The attention, with its budget in blocks."""
+        if self.policy is None:
+            return self.attention
+        kept = self.policy["sink"] + self.policy["local"] + self.policy["topk"]
+        return f"{self.attention}, {kept} blocks"
 
     @property
     def name(self) -> str:
-        return f"batch {self.batch} at {context_name(self.context)}" + (f", {self.attention}" if self.attention else "")
+        return f"batch {self.batch} at {context_name(self.context)}" + (f", {self.way}" if self.way else "")
 
     @property
     def layer_ms(self) -> float:
@@ -160,7 +171,8 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
     had = allocations() - had
     torch.cuda.synchronize()
     times = [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
-    moved = weight_bytes(model, batch) + cache_bytes(model, cache, batch, context)
+    parts = {"weights": weight_bytes(model, batch), "caches": cache_bytes(model, cache, batch, context)}
+    moved = sum(parts.values())
     spread = (percentile(times, 0.9) - percentile(times, 0.1)) / median(times)
     return Point(
         batch,
@@ -179,6 +191,8 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
         allocations=had,
         finite=bool(logits.isfinite().all()),
         why="; ".join(sorted({*syncs, *compiled.names}))[:500],
+        parts={name: round(nbytes) for name, nbytes in parts.items()},
+        wall_seconds=time.perf_counter() - begun,
     )
 
 

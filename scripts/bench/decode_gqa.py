@@ -1,5 +1,5 @@
-"""Decode steps of a GQA model, dense and by a policy, in turns over one cache: what each must move, and how long it
-takes."""
+"""Decode steps of a GQA model, dense and by a policy at some budgets, in turns over one cache: what each must move, and
+how long it takes."""
 
 import gc
 import time
@@ -15,40 +15,66 @@ from scripts.bench.timing import Machine, percentile
 from scripts.bench.waits import counted_syncs
 
 ROUNDS = 4  # turns of each way
+BLOCK = 128  # tokens of a tile of a cache
+SHARE = 0.93  # of the free memory for weights and caches; the rest is for graphs, logits and tables
 # dense over sparse, end to end at 1M, batch 1, on an H100 (28 query and 4 KV heads): the figure to beat
 REFERENCE = 1.77
 
 
 @dataclass
 class Pair:
-    """Points of one batch and context, the dense one first; all over the same keys and values."""
+    """Points of one batch and context, the dense one first, then budgets in rising order; all over the same keys and
+    values."""
 
     points: list[Point]
 
+    def over(self, point: Point) -> float:
+        """How many times faster than dense the point's step is."""
+        return self.points[0].step_ms / point.step_ms
+
     @property
     def ratio(self) -> float:
-        """How many times faster than dense the policy's step is."""
-        return self.points[0].step_ms / self.points[1].step_ms
+        """Of the largest budget."""
+        return self.over(self.points[-1])
 
     def line(self) -> str:
-        return "\n".join([*(p.line() for p in self.points), f"    dense over sparse: {self.ratio:.2f}"])
+        ratios = ", ".join(f"{self.over(p):.2f}" for p in self.points[1:])
+        return "\n".join([*(p.line() for p in self.points), f"    dense over sparse: {ratios}"])
 
     def document(self) -> dict:
-        return {"points": [p.document() for p in self.points], "dense_over_sparse": self.ratio}
+        rows = [p.document() | {"dense_over_it": self.over(p)} for p in self.points]
+        return {"points": rows, "dense_over_sparse": self.ratio}
 
 
-def step_bytes(model, batch: int, context: int) -> float:
-    """Bytes that one step of `model.attention` reads at that context: all weights, of the embedding a row a token
-    (unless it is the head too); keys and values of the tokens that are kept, and the summaries of all blocks where they
-    are searched."""
-    c, policy, size = model.config, model.attention.policy, model.numerics.cache.itemsize
-    embedding = 0 if c.tie_word_embeddings else model.embed.weight.nbytes * (1 - batch / c.vocab_size)
-    vectors = {"bound": 2, "mean": 1, None: 0}[policy.selector] * -(-context // policy.block)
-    rows = sum(
-        2 * layer.self_attn.path_at(context)["tokens"] + (0 if layer.self_attn.window else vectors)
-        for layer in model.layers
+def step_bytes(model, batch: int, context: int) -> dict[str, int]:
+    """Part → bytes that one step of `model.attention` reads at that context, and writes (`dsv4.cost_model.step`)."""
+    from dsv4.cost_model.step import step_parts
+    from dsv4.model.gqa.dummy import tensors_held
+
+    return step_parts(model.config, model.numerics, tensors_held(model), batch, context, model.attention.policy)
+
+
+def layers_that_fit(name: str, layers: int, batch: int, context: int, policy, room: int) -> tuple[int, str]:
+    """(layers of a geometry whose weights and caches take at most `room` bytes, why they are fewer than `layers`). 0
+    where not even one fits. Everything that is not of a layer, embedding and head, counts once."""
+    from dsv4.cost_model.gqa import Geometry, held_bytes
+    from dsv4.loaders.write import tensor_bytes
+    from dsv4.model.gqa.dummy import config_of, tensors_of_geometry
+    from dsv4.model.numerics import numerics_named
+
+    held = lambda n: sum(tensor_bytes(*tensor) for tensor in tensors_of_geometry(name, n).values())
+    each = held(2) - held(1)
+    heads = Geometry.of(config_of(name), numerics_named("native"))
+    cache = held_bytes(heads, policy, batch, -(-context // BLOCK) * BLOCK)
+    fit = max(0, min(layers, (room - (held(1) - each)) // (each + cache)))
+    if fit == layers:
+        return fit, ""
+    need = held(1) - each + layers * (each + cache)
+    return fit, (
+        f"batch {batch} at {context_name(context)}: {layers} layers take {need:,} B ({layers} × {cache:,} of caches, "
+        f"the rest weights), and {room:,} may be used; "
+        + (f"measured with {fit} layers" if fit else "not even one fits, nothing was measured")
     )
-    return model.nbytes - embedding + batch * rows * c.num_key_value_heads * c.head_dim * size
 
 
 def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequence, steps: int) -> Pair:
@@ -62,6 +88,7 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
 
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
     model.attention = ways[-1]
     cache, each = model.new_cache(batch, context), -(-steps // ROUNDS)
     fill_cache(cache, context - (WARM_UP + each) - 4)
@@ -81,10 +108,11 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
             model.attention = way
             mine += _turn(model, cache, graph, each, seen)
             cache.rewind(WARM_UP + each)
-    points = []
+    points, wall = [], (time.perf_counter() - started) / len(ways)
     for way, mine, seen, capture in zip(ways, times, found, seconds):
         model.attention = way
-        moved = step_bytes(model, batch, context)
+        parts = step_bytes(model, batch, context)
+        moved = sum(parts.values())
         points.append(
             Point(
                 batch,
@@ -94,7 +122,7 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
                 sum(mine) / len(mine),
                 (percentile(mine, 0.9) - percentile(mine, 0.1)) / median(mine),
                 moved / machine.bandwidth * 1e3,
-                round(moved),
+                moved,
                 torch.cuda.max_memory_allocated(),
                 cache.nbytes,
                 capture,
@@ -104,6 +132,9 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
                 finite=seen["finite"],
                 why="; ".join(sorted({*seen["syncs"], *seen["compiles"]}))[:500],
                 attention=way.policy.name,
+                policy=None if way.policy.dense else asdict(way.policy),
+                parts=parts,
+                wall_seconds=wall,
             )
         )
     return Pair(points)
@@ -140,9 +171,18 @@ def document(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], 
     }
 
 
+def _parts(parts: dict) -> str:
+    """Cells of a table: GB of weights, of keys and values, and of summaries."""
+    attention = "keys", "values", "block summaries", "queries and outputs", "token lists"
+    weights = sum(nbytes for name, nbytes in parts.items() if name not in attention)
+    cells = weights, parts.get("keys", 0) + parts.get("values", 0), parts.get("block summaries", 0)
+    return " | ".join(f"{nbytes / 1e9:.3f}" for nbytes in cells)
+
+
 def markdown(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], failed: Sequence[str]) -> str:
     policy = setup["attention"]["policy"]
-    kept = policy["kept_tokens"] or f"{policy['retention']:.0%} of the prompt, in"
+    sizes = [w["policy"]["kept_tokens"] for w in setup.get("ways", [None, setup["attention"]])[1:]]
+    kept = ", ".join(map(str, sizes)) if all(sizes) else f"{policy['retention']:.0%} of the prompt, in"
     lines = [
         "# Decode steps of a GQA model, dense and sparse",
         "",
@@ -152,22 +192,23 @@ def markdown(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], 
         "",
         f"{setup['geometry']} widths with random weights, {setup['layers']} layers and the head, numerics "
         f"{setup['numerics']}, backend {setup['backend']}; weights {setup['weight_bytes'] / 1e9:.1f} GB. Policy "
-        f"{policy['name']}, {kept} tokens of each KV head. Steps of both ways in turns over one "
+        f"{policy['name']}, {kept} tokens of each KV head. Steps of all ways in turns over one "
         f"cache, each one CUDA graph. Floor: the bytes that a step reads at {machine.bandwidth / 1e12:.2f} TB/s. "
         f"Reference: {REFERENCE}× end to end at 1M, batch 1.",
         "",
-        "| batch | context | attention | ms a step | mean | floor | share | dense over it | compiles "
-        "| syncs | allocations | cache GB |",
-        "|---:|---:|---|" + "---:|" * 9,
+        "| batch | context | layers | attention | ms a step | mean | floor | share | dense over it | weights GB | "
+        "keys, values GB | summaries GB | compiles | syncs | allocations | cache GB |",
+        "|---:|---:|---:|---|" + "---:|" * 12,
     ]
     for pair in pairs:
         for i, p in enumerate(pair.points):
             lines.append(
-                f"| {p.batch} | {context_name(p.context)} | {p.attention} | {p.step_ms:.3f} | {p.mean_ms:.3f} | "
-                f"{p.floor_ms:.3f} | {p.floor_ms / p.step_ms:.0%} | {f'{pair.ratio:.2f}' if i else '–'} | "
-                f"{p.compiles} | {p.syncs} | {p.allocations} | {p.cache_bytes / 1e9:.2f} |"
+                f"| {p.batch} | {context_name(p.context)} | {p.layers} | {p.way} | {p.step_ms:.3f} | {p.mean_ms:.3f} | "
+                f"{p.floor_ms:.3f} | {p.floor_ms / p.step_ms:.0%} | {f'{pair.over(p):.2f}' if i else '–'} | "
+                f"{_parts(p.parts)} | {p.compiles} | {p.syncs} | {p.allocations} | {p.cache_bytes / 1e9:.2f} |"
             )
-    notes = [f"- {p.name}: {p.why}" for pair in pairs for p in pair.points if p.why] + [
+    notes = [f"- {why}" for why in setup.get("reduced", ())]
+    notes += [f"- {p.name}: {p.why}" for pair in pairs for p in pair.points if p.why] + [
         f"- failed: {line}" for line in failed
     ]
     return "\n".join([*lines, *([""] + notes if notes else [])]) + "\n"
