@@ -33,7 +33,10 @@ BARE = (
     *(f"batch/demo/cpu/{name}.jsonl" for name in ("demo_pressure", "shared_prefixes")),
 )
 HEADER_LINES = 14  # of a markdown file: title, device, versions and commit, command
-COLUMNS = ("files", "what they show", "command", "commit", "device", "versions", "measured", "older than the code")
+COLUMNS = (
+    *("files", "what they show", "command", "commit", "device", "versions", "seconds"),
+    *("measured", "older than the code"),
+)
 HISTORY = 2  # columns that need git
 # folder → where its files lay before they were moved, for files that were measured then
 FORMER = {
@@ -55,18 +58,21 @@ long lists were left out: a file from which something is missing says so under `
 `python scripts/audits_table.py` writes this table from [index.json](index.json) and the header of each file. "Older
 than the code" counts the commits behind the file's own that touched the code it measures, and gives the day of the
 last. Such a file is still true of its commit. What was tried, predicted and dropped is in the [log](kernel_log.md).
+
+"Seconds" is the wall-clock time of the command on its device, where the file records it.
 """
 
 
 @dataclass(frozen=True)
 class Header:
-    """Where a file comes from. date: '' where the file has none."""
+    """Where a file comes from. date: '' and seconds: None where the file has none."""
 
     command: str
     commit: str
     device: str
     versions: str
     date: str
+    seconds: float | None = None
 
 
 class Unmarked(Exception):
@@ -116,12 +122,19 @@ def _of_document(path: Path) -> Header:
             re.sub(r"^cuda \((.*)\)$", r"\1", about["device"]),
             ", ".join(f"{k} {v}" for k, v in versions.items() if v and k in ("torch", "triton", "transformers")),
             about.get("date", "")[:10],
+            _seconds(document, about),
         )
     except (KeyError, AttributeError) as missing:
         raise Unmarked(f"{path}: {missing}; expected command, commit and device") from None
     if not (found.command and found.commit and found.device and found.versions):
         raise Unmarked(f"{path}: {found}; expected command, commit, device and versions")
     return found
+
+
+def _seconds(document: dict, about: dict) -> float | None:
+    """Wall-clock seconds of the run: of the header, of the document, or the sum of its parts."""
+    found = about.get("seconds", document.get("seconds"))
+    return sum(found.values()) if isinstance(found, dict) else found
 
 
 def _of_markdown(path: Path) -> Header:
@@ -194,13 +207,28 @@ def _row(
     base = Path(key).parent
     links = ", ".join(f"[{f.name.removeprefix(Path(key).name)}]({f.relative_to(AUDITS).as_posix()})" for f in held)
     command = about.command.replace("|", "\\|")
-    cells = (about.commit[:7], about.device, about.versions, about.date or day if known else day, older)
+    seconds = "–" if about.seconds is None else f"{about.seconds:,.0f}"
+    cells = (about.commit[:7], about.device, about.versions, seconds, about.date or day if known else day, older)
     return (f"`{base}/` {Path(key).name}: {links}", entry["shows"], f"`{command}`", *cells)
 
 
 def table(found: dict[str, tuple[str, ...]]) -> str:
     line = lambda cells: f"| {' | '.join(cells)} |"
-    return "\n".join([INTRO, line(COLUMNS), "|" + "---|" * len(COLUMNS), *map(line, found.values()), ""])
+    rule = "|" + "---|" * len(COLUMNS)
+    return "\n".join([INTRO, cost(found), "", line(COLUMNS), rule, *map(line, found.values()), ""])
+
+
+def cost(found: dict[str, tuple[str, ...]]) -> str:
+    """A sentence on the seconds that the rows record, by device, and how many record none."""
+    spent: dict[str, list[str]] = {}
+    device, seconds = COLUMNS.index("device"), COLUMNS.index("seconds")
+    for row in found.values():
+        spent.setdefault(row[device] if row[device].startswith("NVIDIA") else "CPU", []).append(row[seconds])
+    parts = []
+    for name, cells in sorted(spent.items()):
+        known = [int(cell.replace(",", "")) for cell in cells if cell != "–"]
+        parts.append(f"{name} {sum(known):,} s in {len(known)} of {len(cells)} rows")
+    return f"Recorded in all: {'; '.join(parts)}. The other rows do not say how long they took."
 
 
 def standing() -> dict[str, tuple[str, ...]]:

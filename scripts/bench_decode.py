@@ -22,7 +22,6 @@ steps to the JSON.
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,7 +136,7 @@ def policies(args: argparse.Namespace, machine, about: dict) -> int:
     from dsv4.commands.console import budgets
     from dsv4.model.gqa.choice import attention_named
 
-    begun, failed, pairs = time.perf_counter(), [], []
+    failed, pairs = [], []
     sparse = [attention_named(args.attention, tokens) for tokens in sorted(budgets(args.attention_tokens))]
     ways, models = [attention_named("dense"), *sparse], Models(args)
     room = int(decode_gqa.SHARE * torch.cuda.mem_get_info()[0])
@@ -162,7 +161,6 @@ def policies(args: argparse.Namespace, machine, about: dict) -> int:
                 pairs,
                 lambda: decode_gqa.measure_pair(models.of(fit), *shape, machine, ways, args.steps),
             )
-        about["seconds"] = round(time.perf_counter() - begun, 1)
         found = about, setup, machine, pairs, failed
         report.write(
             args.out,

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.errors import Dsv4Error
 from dsv4.units import parse_count
 from scripts.bench import host_tier, host_tier_model, host_tier_report
-from scripts.bench.report import out_folder, provenance
+from scripts.bench.report import out_folder, provenance, timed
 from scripts.places import device_slug, folder
 
 PARTS = ("grouped", "decode", "entries", "flash")
@@ -116,7 +116,7 @@ def write(report: dict, out: Path | None) -> str:
     name = f"host_tier_{'' if grouped else 'csa_'}{device_slug(report['about']['device'])}"
     out = folder(out, "host_tier", "qwen2.5-7b" if grouped else "flash", report["about"]["device"])
     out.mkdir(parents=True, exist_ok=True)
-    (out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / f"{name}.json").write_text(json.dumps(timed(report), indent=1) + "\n")
     text = host_tier_report.markdown(report)
     (out / f"{name}.md").write_text(text)
     (out / f"{name}.svg").write_text(host_tier_report.svg(report))

@@ -2,6 +2,7 @@
 pays."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -87,7 +88,7 @@ def measure(
     from dsv4.cost_model.regime import Hardware
     from dsv4.model.load import resolve_device
 
-    model = Model(model)
+    begun, model = time.time(), Model(model)
     target, stem = resolve_device(device), inputs.stem(model, inputs.short(device))
     inputs.can_draw(out)
     source = inputs.source(model, heads, policies, budget, target)
@@ -101,6 +102,7 @@ def measure(
         source, Timer(target, rounds), plan, hardware, inputs.wide(sizes), inputs.wide(rows, 64), out, stem, about, say
     )
     report["notes"] += note
+    report["about"]["seconds"] = round(time.time() - begun, 1)
     _write(report, out, stem)
     from dsv4.cost_model.report import verdict
 
@@ -186,8 +188,7 @@ def draw_map(
         drawn["notes"] = drawn["notes"] + note
     except (KeyError, TypeError) as error:
         raise InputError(f"{report} lacks {error}; expected a report that dsv4 regime measure wrote") from None
-    if redraw:
-        drawn["redrawn"] = inputs.origin()
+    drawn["drawn"] = inputs.origin()
     stem = report.stem if redraw else inputs.stem(kind, name)
     if not (force or redraw):
         inputs.check_replaceable(out, stem, drawn)
@@ -225,7 +226,7 @@ def fit_steps(
     from dsv4.speculation.documents import write_whole
 
     found = inputs.measured_steps(measured)
-    report = steps_report.document(found, inputs.origin())
+    report = steps_report.document(found, {"device": found.device, **inputs.origin()})
     text = steps_report.markdown(report)
     stem = inputs.steps_stem(found)
     out.mkdir(parents=True, exist_ok=True)

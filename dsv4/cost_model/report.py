@@ -48,7 +48,10 @@ def markdown(report: dict, picture: str) -> str:
         "",
         f"![map]({picture})",
     ]
-    return "\n".join([*lines, *([""] if report["notes"] else []), *(f"- {note}" for note in report["notes"])]) + "\n"
+    notes = [f"- {note}" for note in report["notes"]]
+    if (drawn := report.get("drawn")) is not None:
+        notes.append(f"- Map drawn at {drawn['date']}, commit {str(drawn['commit'])[:7]}: `{drawn['command']}`")
+    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
 def _hardware(hardware: dict) -> str:

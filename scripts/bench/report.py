@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from scripts.bench.timing import Machine
 from scripts.places import device_slug  # noqa: F401 (files and folders are called after it)
 
 ROOT = Path(__file__).resolve().parents[2]
+BEGUN = time.perf_counter()  # of the script, which imports this first
 ABSENT = "not installed: "
 MOST_ROWS = 16  # of one SVG: a screen
 COLORS = {"ours": "#1f6feb", "floor": "0.75", "goal": "#d9a300", "best peer": "#b3423c"}
@@ -260,8 +262,18 @@ def dumps(contents: dict) -> str:
     return re.sub(r"\[\n\s*(-?\d[-+.,\deE\s]*?)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
 
 
+def timed(contents: dict) -> dict:
+    """The report with the wall-clock seconds of the script so far in `about`; unchanged where nothing was measured."""
+    about = contents.get("about")
+    if not isinstance(about, dict) or "redrawn" in about:
+        return contents
+    return contents | {"about": about | {"seconds": round(time.perf_counter() - BEGUN, 1)}}
+
+
 def write(folder: Path, stem: str, contents: dict, text: str, pictures: str | dict[str, str] | None) -> list[Path]:
-    """Write STEM.json, STEM.md and STEM.svg, or the SVGs of `svgs`. Returns what was written."""
+    """Write STEM.json with the seconds that it took, STEM.md and STEM.svg, or the SVGs of `svgs`. Returns what was
+    written."""
+    contents = timed(contents)
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {".svg": pictures} if isinstance(pictures, str) else pictures or {}
     written = []

@@ -85,6 +85,25 @@ def test_a_report_gets_the_header_of_its_json(folder):
     assert len(audits_table.standing()["recall/demo/cpu/recall"]) == len(COLUMNS)
 
 
+def test_seconds_are_summed_by_device(folder):
+    """Of the header, or of the parts of a run; a row that records none is counted apart."""
+    report = folder / "recall" / "demo" / "cpu" / "recall.json"
+    document = json.loads(report.read_text())
+    places = {"a": 90, "b": {"one": 20.25, "two": 10}, "c": None}
+    for name, seconds in places.items():
+        document["provenance"] |= {"seconds": seconds, "device": "NVIDIA H100 80GB HBM3"}
+        document["provenance"] = {k: v for k, v in document["provenance"].items() if (k, v) != ("seconds", None)}
+        document.pop("seconds", None)
+        (report.parent / f"{name}.json").write_text(json.dumps(document))
+    entries = json.loads((folder / "index.json").read_text())
+    entry = next(iter(entries.values()))
+    (folder / "index.json").write_text(json.dumps(entries | {f"recall/demo/cpu/{name}": entry for name in places}))
+    assert audits_table.main([]) == 0
+    text = (folder / "README.md").read_text()
+    assert "Recorded in all: CPU 1,391 s in 1 of 1 rows; NVIDIA H100 80GB HBM3 120 s in 2 of 3 rows." in text
+    assert [row[COLUMNS.index("seconds")] for row in audits_table.standing().values()] == ["90", "30", "–", "1,391"]
+
+
 @pytest.mark.parametrize("missing", ["command", "commit", "device", "versions"])
 def test_a_file_without_a_header_is_an_error(folder, missing, capsys):
     report = folder / "recall" / "demo" / "cpu" / "recall.json"

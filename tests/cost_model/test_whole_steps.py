@@ -318,7 +318,7 @@ def test_a_report_is_drawn_again_with_what_is_known_of_steps(command_line, tmp_p
     before, after = read(REPORT), read(tmp_path / "regime_h100.json")
     for key in ("rows", "bill", "quality", "crossovers", "about"):
         assert after[key] == before[key]
-    assert after["hardware"]["capacity"] == before["hardware"]["capacity"] and after["redrawn"]["command"]
+    assert after["hardware"]["capacity"] == before["hardware"]["capacity"] and after["drawn"]["command"]
     cell = next(c for c in after["map"] if (c["batch"], c["context"]) == (1, 1 << 20))
     assert cell["step_speedup"] == pytest.approx(3.97, abs=0.01)
 

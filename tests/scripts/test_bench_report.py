@@ -204,3 +204,12 @@ def test_a_report_is_drawn_again_from_its_json(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "bench.svg").is_file()
     (tmp_path / "bench.json").write_text('{"rows": [{}]}')
     assert bench_kernels.main() == 2 and "is no report of kernels" in capsys.readouterr().err
+
+
+def test_a_written_report_says_how_long_it_took(tmp_path):
+    """Not one that was drawn again: nothing was measured."""
+    about = {"command": "x", "device": "cpu"}
+    report.write(tmp_path, "a", {"about": about, "rows": []}, "# a", None)
+    report.write(tmp_path, "b", {"about": about | {"redrawn": "y"}, "rows": []}, "# b", None)
+    first, again = (json.loads((tmp_path / f"{name}.json").read_text())["about"] for name in "ab")
+    assert first.pop("seconds") > 0 and first == about and again == about | {"redrawn": "y"}
