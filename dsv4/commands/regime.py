@@ -1,7 +1,6 @@
 """`dsv4 regime`: the cost model of decode attention (measure, fit, predict), and the map of where sparse reading
 pays."""
 
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -230,7 +229,7 @@ def fit_steps(
     text = steps_report.markdown(report)
     stem = inputs.steps_stem(found)
     out.mkdir(parents=True, exist_ok=True)
-    for suffix, content in ((".json", json.dumps(report, indent=1) + "\n"), (".md", text)):
+    for suffix, content in ((".json", inputs.dumped(report) + "\n"), (".md", text)):
         write_whole(out / f"{stem}{suffix}", content)
     typer.echo(text)
     failed = [goal["goal"] for goal in report["goals"] if goal["verdict"] == "FAILED"]
@@ -245,7 +244,7 @@ def _write(report: dict, folder: Path, stem: str) -> None:
     from dsv4.cost_model.report import markdown
     from dsv4.speculation.documents import write_whole
 
-    texts = json.dumps(report, indent=1) + "\n", markdown(report, f"{stem}.svg"), svg(report)
+    texts = inputs.dumped(report) + "\n", markdown(report, f"{stem}.svg"), svg(report)
     for suffix, text in zip(SUFFIXES, texts):
         write_whole(folder / f"{stem}{suffix}", text)
     typer.echo(texts[1])

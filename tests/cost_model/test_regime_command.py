@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.commands.regime_inputs import dumped
 from dsv4.cost_model import measure
 from dsv4.probes.report import provenance
 from tests.commands import exit_code
@@ -226,3 +227,15 @@ def test_a_report_that_is_none_is_an_error(command_line, tmp_path, content, mess
     assert code == 2 and err.count("\n") == 1 and message in err
     code, _, err = command_line("regime", "map", tmp_path / "r.json", "--out", tmp_path, "--bandwidth", "fast")
     assert code == 2 and err.count("\n") == 1
+
+
+def test_json_has_a_row_a_line_and_loses_nothing():
+    for value in (
+        {},
+        [],
+        {"a": [], "b": {}},
+        {"rows": [{"x": 1.5e-7, "ü": None, "long": "y" * n} for n in (1, 700, 900)], "z": [[1, [2, "b" * 900]]]},
+    ):
+        text = dumped(value)
+        assert json.loads(text) == value and list(json.loads(text)) == list(value)
+    assert len(text.splitlines()) == 20
