@@ -174,9 +174,8 @@ def test_the_kernel_of_the_run_page_runs(command_line, tmp_path):
 
 def test_the_regime_page_runs(command_line, tmp_path):
     for start, file, goal in (("map", "regime_h200", 0), ("steps", "regime_steps_qwen2_5_7b_h100", 1)):
-        (line,) = [line for path, line in EVERY if line.startswith(f"dsv4 regime {start}")]
-        words = [
-            str(ROOT / word) if word.startswith("audits/") else word for word in shlex.split(line, comments=True)[1:]
-        ]
+        (line,) = [line for path, line in EVERY if line.startswith(f"dsv4 regime {start} audits/")]
+        words = shlex.split(line, comments=True)[1:]
+        words = [str(ROOT / word) if word.startswith("audits/") else word for word in words]
         code, out, _ = command_line(*words, "--out", tmp_path)
         assert code == goal and (tmp_path / f"{file}.json").is_file() and ("FAILED" in out) is bool(goal)
