@@ -6,10 +6,11 @@ from dataclasses import asdict, dataclass
 from dsv4.cost_model import gqa
 from dsv4.cost_model.fit import CostModel
 from dsv4.cost_model.regime import Hardware, Way
-from dsv4.cost_model.steps import MeasuredSteps, Step, ratios
+from dsv4.cost_model.steps import LEAVES, MeasuredSteps, Step, left_out, ratios
 from dsv4.cost_model.tier import Tier, checked
 from dsv4.errors import InputError, MapMismatch
 
+BETTER = 0.001  # of the worst error of a step that was left out: less is rounding, or noise
 CLOSE = 0.05  # relative difference of the map's ratio, or of a step from host memory, from the measured one
 
 
@@ -50,8 +51,16 @@ class Whole:
 
 
 def best(found: MeasuredSteps) -> CostModel:
-    """The fit of the published form, whose c₁ is one number a layer."""
-    return found.fit()
+    """The fit of the published form, whose c₁ is one number a layer, unless the form with a price a row and a scored
+    block predicts steps that were left out better by more than BETTER, and no fewer of them."""
+
+    def worst(constant: bool) -> tuple[int, float]:
+        predicted = left_out(found, constant, LEAVES["one step"])
+        errors = [abs(p / s.seconds - 1) for p, s in zip(predicted, found.steps) if p is not None]
+        return len(predicted) - len(errors), max(errors, default=0.0)
+
+    (unknown, published), (others, priced) = worst(True), worst(False)
+    return found.fit(constant=others > unknown or priced > published - BETTER)
 
 
 def _check_model(report: Mapping, found: MeasuredSteps) -> None:

@@ -15,7 +15,7 @@ from dsv4.cost_model.regime import Hardware
 from dsv4.cost_model.report import markdown
 from dsv4.cost_model.steps import left_out, ratios, residuals, steps_of
 from dsv4.cost_model.tier import tier_of
-from dsv4.cost_model.whole import Whole, check, expect_close, said
+from dsv4.cost_model.whole import Whole, best, check, expect_close, said
 from dsv4.errors import InputError, MapMismatch
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
@@ -88,6 +88,14 @@ def test_non_negative_least_squares_meets_the_conditions_of_an_optimum():
         assert (x >= 0).all() and (gradient > -1e-9).all() and np.abs(gradient[x > 0]).max(initial=0) < 1e-9
         free += (x > 0).sum()
     assert 40 < free < 120  # neither all nor none are 0
+
+
+def test_the_map_takes_the_form_that_predicts_better():
+    assert (
+        close(best(steps_of(made(EACH, ROW))), EACH, ROW) and best(steps_of(made())).finding["bound of 128"].each == 0
+    )
+    found = steps_of(read(STEPS))  # four steps: neither form predicts those left out better
+    assert best(found) == found.fit()
 
 
 def test_what_is_left_out_does_not_enter_its_prediction():
@@ -200,6 +208,22 @@ def test_steps_of_flash_are_fitted_and_all_have_the_indexer_s_price():
     assert (
         2e12 < costs.bandwidth < 2.6e12 and residuals(found, True)["quality"]["without one step"]["undetermined"] == 0
     )
+
+
+def test_layers_that_the_map_of_csa_does_not_have_take_their_launches(command_line, tmp_path):
+    """V4-Flash has 21 CSA layers among 43: the others take c₀ each."""
+    csa = AUDITS / "regime" / "csa" / "h100" / "regime_csa_h100.json"
+    given = ("regime", "map", csa, "--steps", FLASH, "--tier", FLASH_TIER, "--name", "H", "--out", tmp_path)
+    code, out, err = command_line(*given)
+    assert code == 0 and "No dense step was measured" in out, err
+    drawn = read(tmp_path / "regime_csa_h.json")
+    bill = CostModel.from_document(drawn["steps"]["bill"])
+    cell = next(c for c in drawn["map"] if (c["batch"], c["context"]) == (1, 1 << 20))
+    latents = (1 << 20) * 1024 + 131072
+    assert cell["step_seconds"]["dense"] == pytest.approx(
+        (drawn["hardware"]["weights"] + 21 * latents) / bill.bandwidth + 43 * bill.c0
+    )
+    assert cell["host"]["fetched"] == 21 * 512 * 1024
 
 
 # ---- caches in host memory ------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4.cost_model.steps import steps_of
-from dsv4.model.dummy import load_dummy
+from dsv4.model.dummy import fill_cache, load_dummy
 from dsv4.model.gqa import dummy as geometries
 from dsv4.model.gqa.choice import attention_named
 from scripts import bench_decode
@@ -114,6 +114,23 @@ def test_the_cost_model_reads_what_the_benchmark_writes():
     assert (few.policy.kept, many.policy.kept, dense.policy.dense) == (8, 32, True)
     assert many.layers == 4 and many.seconds == pytest.approx(0.012) and few.parts["keys"] == 28 * 1024 * 4 * 128 * 2
     assert many.parts["keys"] == 4 * 4096 * 4 * 128 * 2
+    norm = 2 * 3584  # bytes of the last norm, which no layer has
+    assert (many.parts["layers and norms"] - norm) * 7 == few.parts["layers and norms"] - norm
+
+
+def test_budgets_share_one_cache(model):
+    """Summaries serve every budget, so that all ways run over the same keys and values."""
+    ways = [attention_named("dense"), *(attention_named("block-bound", 128 * n) for n in (8, 16, 32))]
+    model.attention = ways[-1]
+    cache = model.new_cache(1, 8192)
+    fill_cache(cache, 8000)
+    found = []
+    for way in ways:
+        model.attention = way
+        found.append(model.append(torch.tensor([[7]]), cache, prompt=False))
+        cache.rewind(1)
+    assert all(logits.isfinite().all() for logits in found)
+    assert len({tuple(logits.flatten().tolist()) for logits in found}) == 4  # each reads something else
 
 
 def test_every_shape_is_written_when_it_is_measured(monkeypatch, tmp_path):
