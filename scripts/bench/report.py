@@ -45,6 +45,7 @@ def provenance(script: str) -> dict:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "python": sys.version.split()[0],
+        "seconds": None,  # until the report is written
     }
 
 
@@ -263,9 +264,10 @@ def dumps(contents: dict) -> str:
 
 
 def timed(contents: dict) -> dict:
-    """The report with the wall-clock seconds of the script so far in `about`; unchanged where nothing was measured."""
+    """The report with the wall-clock seconds of the script so far in `about`, if this process measured it: a report
+    that is drawn again keeps what it says."""
     about = contents.get("about")
-    if not isinstance(about, dict) or "redrawn" in about:
+    if not isinstance(about, dict) or about.get("seconds", 0) is not None:
         return contents
     return contents | {"about": about | {"seconds": round(time.perf_counter() - BEGUN, 1)}}
 

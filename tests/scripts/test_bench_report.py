@@ -209,7 +209,7 @@ def test_a_report_is_drawn_again_from_its_json(tmp_path, monkeypatch, capsys):
 def test_a_written_report_says_how_long_it_took(tmp_path):
     """Not one that was drawn again: nothing was measured."""
     about = {"command": "x", "device": "cpu"}
-    report.write(tmp_path, "a", {"about": about, "rows": []}, "# a", None)
-    report.write(tmp_path, "b", {"about": about | {"redrawn": "y"}, "rows": []}, "# b", None)
-    first, again = (json.loads((tmp_path / f"{name}.json").read_text())["about"] for name in "ab")
-    assert first.pop("seconds") > 0 and first == about and again == about | {"redrawn": "y"}
+    for name, more in (("a", {"seconds": None}), ("b", {}), ("c", {"seconds": 5.0})):
+        report.write(tmp_path, name, {"about": about | more, "rows": []}, "# a", None)
+    first, again, held = (json.loads((tmp_path / f"{name}.json").read_text())["about"] for name in "abc")
+    assert first.pop("seconds") > 0 and first == again == about and held == about | {"seconds": 5.0}
