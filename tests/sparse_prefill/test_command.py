@@ -72,11 +72,21 @@ def test_a_report(report):
     assert [r["updates"] for r in found["stability"]] == [9] * 6 + [4] * 3 and len(
         found["stability"][0]["jaccard"]
     ) == 8
+    assert [r["row"] for r in found["by_text"]] == [0] * 6 and all(
+        r["loss"] == pytest.approx(rows[r["chunk"], r["heavy"], r["context"], r["text"]]["loss"])
+        for r in found["by_text"]
+    )
+    assert [(r["texts"], r["context"]) for r in found["texts_below"]] == [(1, 180), (1, 300)] * 3
+    for r in found["rows"]:
+        classes = [c for c in found["by_class"] if (c["chunk"], c["heavy"]) == (r["chunk"], r["heavy"])]
+        assert len(classes) == 4 + 4 and sum(c["positions"] for c in classes) == 2 * (300 - 1 - r["chunk"])
     kinds = [(r["kind"], r["chunk"]) for r in found["needles"]["rows"]]
     assert len(kinds) == 4 * 4 and {chunk for _, chunk in kinds} == {None, 32, 64}
     assert found["batch"]["verdict"] == "met" and found["batch"]["lengths"] == [127, 96, 74]
     assert len(found["memory"]) == 3 * 2 and all(r["measured"] is None for r in found["memory"])
     for part in (
+        "## Loss by text",
+        "## Which positions lose",
         "## Attention mass",
         "## Heavy hitters",
         "## Needles and facts",

@@ -14,7 +14,7 @@ from dsv4.probes.measure.base.logits import Positions
 from dsv4.probes.measure.base.models import ModelSubject, Say, reach
 from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.text import Text, rows_of
-from dsv4.probes.measure.sparse_prefill import batch, mass, measures, memory_use, needles, quality
+from dsv4.probes.measure.sparse_prefill import batch, distribution, mass, measures, memory_use, needles, quality
 from dsv4.probes.measure.sparse_prefill.reading import Reading, read
 from dsv4.probes.measure.sparse_prefill.settings import Settings, name, way
 
@@ -31,6 +31,8 @@ class Found:
         self.positions: dict[tuple[Chunking, int], dict[str, list[Positions]]] = {}
         self.tails: dict[tuple[Chunking, int], dict[str, list[Positions]]] = {}
         self.by_chunk: list[dict] = []
+        # of each cut: nats lost, and the two classes of each position (`distribution`), a tensor [n] a row
+        self.classes: dict[Chunking, list[tuple[torch.Tensor, ...]]] = {}
         self.mass: list[dict] = []
         self.mass_by_chunk: list[dict] = []
         self.stability: list[dict] = []
@@ -54,6 +56,9 @@ def measured(
     figures = {
         "rows": quality_rows(found),
         "by_chunk": found.by_chunk,
+        "by_text": text_rows(found),
+        "texts_below": texts_below(found),
+        "by_class": class_rows(found),
         "mass": found.mass,
         "mass_by_chunk": found.mass_by_chunk,
         "stability": found.stability,
@@ -79,6 +84,13 @@ def read_row(model, settings: Settings, text: str, ids: torch.Tensor, found: Fou
         note_memory(found, settings, cut, text, dense, other, T - 1, first)
         of = quality.compared(model, exact, other, ids, cut.chunk)
         found.by_chunk.append(way(cut) | {"text": text, "lost": quality.by_chunk(of, cut)})
+        found.classes.setdefault(cut, []).append(
+            (
+                distribution.lost(of),
+                distribution.origins(ids, cut, cut.chunk),
+                distribution.quarters(cut, cut.chunk, len(of.nll)),
+            )
+        )
         tails = [(n - settings.tail - 1, n - 1) for n in sorted(settings.contexts, reverse=True)]
         ends = quality.decoded(model, exact, other, ids, tails, limits.chunk)
         for context, end in zip(sorted(settings.contexts, reverse=True), ends):
@@ -137,13 +149,50 @@ def none(x: float) -> float | None:
 def quality_rows(found: Found) -> list[dict]:
     """A row a cut, context and text, then one of all texts (text null)."""
     rows = []
-    for cut, context in sorted(found.positions, key=lambda key: (*astuple(key[0]), key[1])):
+    for cut, context in ordered(found):
         of, ends = found.positions[cut, context], found.tails[cut, context]
         for text in [*of, None]:
             parts, tail = (each[text] if text else [p for some in each.values() for p in some] for each in (of, ends))
             rows.append(
                 way(cut) | {"context": context, "text": text} | quality.figures(parts) | {"tail": quality.figures(tail)}
             )
+    return rows
+
+
+def ordered(found: Found) -> list[tuple[Chunking, int]]:
+    """Cuts and contexts, as tables list them."""
+    return sorted(found.positions, key=lambda key: (*astuple(key[0]), key[1]))
+
+
+def text_rows(found: Found) -> list[dict]:
+    """A row a cut, context and text that was read: `row` counts those of one source."""
+    return [
+        way(cut) | {"context": context, "text": text, "row": i} | distribution.row_figures(of)
+        for cut, context in ordered(found)
+        for text, rows in found.positions[cut, context].items()
+        for i, of in enumerate(rows)
+    ]
+
+
+def texts_below(found: Found) -> list[dict]:
+    """A row a cut and context: how many texts lose less than the goal."""
+    losses: dict[tuple[Chunking, int], list[float]] = {}
+    for cut, context in ordered(found):
+        rows = [of for some in found.positions[cut, context].values() for of in some]
+        losses[cut, context] = [distribution.row_figures(of)["loss"] for of in rows]
+    return [way(cut) | {"context": n} | distribution.texts_below(each) for (cut, n), each in losses.items()]
+
+
+def class_rows(found: Found) -> list[dict]:
+    """A row a cut and class of positions, over all texts at the longest context."""
+    rows, quarters = [], tuple(f"quarter {i + 1}" for i in range(distribution.QUARTERS))
+    for cut, parts in sorted(found.classes.items(), key=lambda item: astuple(item[0])):
+        nats, origin, quarter = (torch.cat(part) for part in zip(*parts))
+        for by, classes, names in (
+            ("the pair stood before", origin, distribution.ORIGINS),
+            ("place in the chunk", quarter, quarters),
+        ):
+            rows += [way(cut) | {"by": by} | row for row in distribution.by_class(nats, classes, names)]
     return rows
 
 

@@ -25,6 +25,13 @@ H earlier ones that
 the queries of this chunk (next: no memory of a KV head holds more) or of this and all later chunks (future) truly \
 give most."""
 
+BY_TEXT = """A text is one row of so many tokens. Goal: less than 5 % lost on at least half of them."""
+BY_CLASS = """Of all texts at the longest context. The pair stood before: where this token and the next last stood \
+side by side: in the own
+chunk, among the memory's local tokens, before those (where the memory has only heavy tokens), or nowhere. Place in \
+the chunk: its
+quarters."""
+
 
 def render(document: dict, plots: dict[str, str]) -> str:
     """plots: title → file name beside the report."""
@@ -38,6 +45,7 @@ def render(document: dict, plots: dict[str, str]) -> str:
         paragraph(REMARKS),
         *pictures(plots),
         *section("Perplexity, KL and agreement", perplexity(document)),
+        *by_text(document),
         *section(decoded, perplexity(document, "tail")),
         *section("Attention mass", mass(document), paragraph(MASS)),
         *section("Heavy hitters", stability(document), jaccard),
@@ -66,6 +74,12 @@ def reading(document: dict) -> str:
         lines.append(
             f"- Perplexity loss below 5 %, chunks of {chunk}, {escape(text or 'all texts')}: **met in {len(met)}, "
             f"MISSED in {len(of) - len(met)}** of {len(of)} settings; from {at(best)} to {at(worst)}."
+        )
+    for r in document.get("texts_below", ()):
+        lines.append(
+            f"- Perplexity loss below 5 % on at least half of the texts, {cut_of(r)}, {r['context']:,} tokens: "
+            f"**{r['verdict']}**, on {r['below']} of {r['texts']}; from {percent(r['least'])} to "
+            f"{percent(r['most'])}, median {percent(r['median'])}."
         )
     missed = [r for r in document["memory"] if r["verdict"] == "MISSED"]
     most = max(document["memory"], key=lambda r: r["call_share"])
@@ -112,6 +126,43 @@ def perplexity(document: dict, part: str | None = None) -> Table:
         (">chance", "agreement_chance", percent),
         (">confident", "agreement_confident", percent),
     )
+
+
+def by_text(document: dict) -> list[str]:
+    """How the loss is distributed over texts and positions; nothing for reports of before it was measured."""
+    if "by_text" not in document:
+        return []
+    below = table_of(
+        document["texts_below"],
+        CUT,
+        CONTEXT,
+        (">texts", "texts"),
+        (">below 5 %", "below"),
+        (">share", "share", percent),
+        (">least", "least", percent),
+        (">median", "median", percent),
+        (">most", "most", percent),
+        ("half of them", "verdict", lambda verdict: verdict if verdict == "met" else "**MISSED**"),
+    )
+    classes = table_of(
+        document["by_class"],
+        CUT,
+        ("by", "by"),
+        ("class", "class"),
+        (">positions", "positions", ","),
+        (">nats lost a position", "lost", ".4f"),
+        (">share of all nats lost", "share", percent),
+    )
+    each = grouped(document["by_text"], lambda r: (cut_of(r), r["context"], r["text"]))
+    losses = [
+        {"cut": cut, "context": n, "text": text, "losses": ", ".join(f"{100 * r['loss']:.1f}" for r in rows)}
+        for (cut, n, text), rows in each.items()
+    ]
+    return [
+        *section("Loss by text", below, paragraph(BY_TEXT)),
+        *section("Loss of each text, %", table_of(losses, "cut", CONTEXT, "text", (">losses", "losses"))),
+        *section("Which positions lose", classes, paragraph(BY_CLASS)),
+    ]
 
 
 def mass(document: dict) -> Table:
