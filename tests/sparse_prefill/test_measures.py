@@ -73,6 +73,15 @@ def test_shares_are_those_of_the_dense_softmax(prefilled, dense):
         )
 
 
+def test_a_step_without_a_measured_query_adds_nothing(prefilled):
+    q, k = prefilled[0][:1], prefilled[1][:1]
+    found = DenseMass(torch.zeros(5, 4, 150), torch.zeros(5, dtype=torch.int64), 32)
+    add(found, q[:, :8], k, 0, 0.25, 9)
+    assert not found.queries.any() and not found.sums.any()
+    add(found, q[:, 8:12], k, 8, 0.25, 9)
+    assert found.queries.tolist() == [1, 0, 0, 0, 0]
+
+
 def test_no_memory_of_the_same_size_holds_more_than_the_oracle(prefilled, dense):
     found = {kind: v.view(4, 2, 2).sum(-1) for kind, v in shares(dense, prefilled[-1].positions[:, 0], C).items()}
     for kind in ("kept", "oracle_future"):

@@ -63,6 +63,8 @@ def add(mass: DenseMass, q: torch.Tensor, keys: torch.Tensor, start: int, scale:
     (_, T, H, D), KV, chunk = q.shape, keys.shape[1], mass.chunk
     place = torch.arange(start, start + T, device=q.device)
     for chosen in place[(place + 1) % every == 0].split(ROUND):
+        if not len(chosen):  # the only part of a step that is shorter than `every`
+            continue
         end = int(chosen[-1]) + 1
         # [KV, G, Q, D]
         mine = q[0, chosen - start].float().view(len(chosen), KV, H // KV, D).permute(1, 2, 0, 3)
