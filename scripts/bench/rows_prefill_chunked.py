@@ -142,8 +142,8 @@ def _merged_chunks(T: int, device: str, i: int):
         for first in range(0, T, DENSE_CHUNK):
             here = slice(first, min(first + DENSE_CHUNK, T))
             mine = q[:, here].transpose(1, 2)
-            own = _with_lse(mine, k[:, :, here], v[:, :, here], True)
-            out.append(_merge(own, _with_lse(mine, k[:, :, :first], v[:, :, :first], False)) if first else own[0])
+            own = with_lse(mine, k[:, :, here], v[:, :, here], True)
+            out.append(merge(own, with_lse(mine, k[:, :, :first], v[:, :, :first], False)) if first else own[0])
         return out
 
     def check():
@@ -152,14 +152,15 @@ def _merged_chunks(T: int, device: str, i: int):
     return run, check
 
 
-def _with_lse(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [B, H, n, D], fp32 natural log-sum-exp [B, H, n, 1]) of q [B, H, n, D] over k and v [B, KV, m, D]."""
+def with_lse(q, k, v, causal: bool, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [B, H, n, D], fp32 natural log-sum-exp [B, H, n, 1]) of q [B, H, n, D] over k and v [B, KV, m, D].
+    scale: of q·k, None: D^(−1/2)."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, compute_log_sumexp=True, is_causal=causal
+        q, k, v, None, compute_log_sumexp=True, is_causal=causal, scale=scale
     )
     return out, lse.view(*out.shape[:3], 1)
 
 
-def _merge(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def merge(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """One softmax over the keys of both: b has e^lse_b of e^lse_a + e^lse_b."""
     return torch.lerp(a[0], b[0], torch.sigmoid(b[1] - a[1]).to(a[0].dtype))
