@@ -79,6 +79,8 @@ class PagedCache(Cache):
         self._allocate(device)
         self._held: list[dict[str, dict[int, int]]] = [{name: {} for name in self.groups} for _ in range(self.batch)]
         self._accepted: list[int | None] = [None] * self.batch  # tokens that are not drafts, of rows that draft
+        # the position of a row's memory of chunked prefill, and its chunking: see `GroupedCache`
+        self.remembered: list[tuple | None] = [None] * self.batch
         self.on_shortage: Callable[[str, int, list[int]], None] | None = None
 
     def _allocate(self, device: torch.device) -> None:
@@ -233,6 +235,8 @@ class PagedCache(Cache):
         self._trim()
 
     def _trim(self) -> None:
+        held = zip(self.remembered, self._main.now)
+        self.remembered = [memory if memory is None or memory[0] == now else None for memory, now in held]
         for b in range(self.batch):
             for name, group in self.groups.items():
                 length = (self._mtp if group.mtp else self._main).now[b]
@@ -359,7 +363,7 @@ def new_paged_cache(
     """A paged cache for `model`: pools for `tokens` tokens in all (default: every row full), or of `pages` pages.
 
     Raises UnsupportedInput when the model's layers are spread over devices or its caches are to be in host memory,
-    InputError where its prompts are read in chunks.
+    InputError where it chooses what it reads by a prompt's queries.
     """
     if model.layer_devices is not None:
         raise UnsupportedInput("a paged cache is on one device; load without --device-map")

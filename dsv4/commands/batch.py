@@ -16,7 +16,7 @@ from dsv4.engine.device_batch import DeviceBatch
 from dsv4.engine.engine import Engine
 from dsv4.engine.report import check_can_report, document, request_document, write_report
 from dsv4.engine.requests import read_requests
-from dsv4.engine.state import Request, Result
+from dsv4.engine.state import Request, Result, percentiles
 from dsv4.engine.steppers import rounds_in
 from dsv4.errors import InputError
 from dsv4.model import families
@@ -122,7 +122,9 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         engine.submit(item) if isinstance(item, Request) else finish(item)
     engine.run()
     notes = [] if options.speculate == "off" else speculation_notes(session.model, options.together)
-    figures = engine.figures() | {"notes": termination_notes(session.model) + notes}
+    firsts = [s for d in documents if (s := d["time_to_first_token_seconds"]) is not None]
+    figures = engine.figures() | {"time_to_first_token_seconds": percentiles(firsts)}
+    figures |= {"notes": termination_notes(session.model) + notes}
     if session.model.replacements:
         figures["kernels"] = user_kernels.documents(session.model)
     write({"figures": figures})
@@ -174,6 +176,11 @@ def new_engine(model: CausalLM, asked: Sequence[Request], options: Options, stop
         cache = new_pool(model, asked, options)
         return BatchEngine(model, cache, stop_ids, options.together, on_result, **options.engine)
     check_loop(model)
+    if model.attention is not None and model.attention.prefill is not None:
+        raise InputError(
+            "--prefill-chunks and --loop device were given; prompts of a group are read densely before its launch: leave "
+            "one of them out"
+        )
     context, policy = context_of(model, asked, options), options.policy or Static(0)
     most, rewind = rounds_in(model.config, context, options.engine.get("drafter"), policy)
     cache = _pool(model, options, context + most + 1, rewind, prefixes=0)
@@ -204,7 +211,9 @@ def _pages(model: CausalLM, rows: int, context: int, tokens: int | None, rewind:
     requested number of tokens every row can be full. Otherwise a pool has at least one page a row, which the row holds
     from its first entry on, and the pages of windows that rows hold."""
     groups, wanted = model.page_layout().groups, rows * context if tokens is None else tokens
-    pages, running = (pool_pages(groups, rows, wanted, rewind, BLOCK, prefixes, context) for prefixes in (kept, 0))
+    chunked = model.attention is not None and model.attention.prefill is not None
+    piece = model.chunk if chunked else BLOCK  # tokens of a prompt in one step of the engine
+    pages, running = (pool_pages(groups, rows, wanted, rewind, piece, prefixes, context) for prefixes in (kept, 0))
     for name, group in groups.items():
         held = running[name]
         if group.back is None:
@@ -248,8 +257,10 @@ def _kernels(model: CausalLM) -> str:
 
 
 def _attention(reading: Attention) -> str:
-    """What decoding reads, in words."""
+    """What decoding reads, and how prompts are read, in words."""
     kept = "" if reading.policy.dense else f" of {reading.policy.size}"
-    rule = reading.termination
-    until = "" if rule is None else f", until stable (tau={rule.tau:g}, phi={rule.phi:g}, patience={rule.patience})"
-    return f"{reading.policy.name}{kept}{until}"
+    stops, c = reading.termination, reading.prefill
+    until = "" if stops is None else f", until stable (tau={stops.tau:g}, phi={stops.phi:g}, patience={stops.patience})"
+    rule = "" if c is None or not c.rule else f", {c.rule}"
+    prompts = "" if c is None else f"; prompts in chunks of {c.chunk} beside {c.local} + {c.heavy}{rule}"
+    return f"{reading.policy.name}{kept}{until}{prompts}"

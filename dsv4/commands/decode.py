@@ -26,6 +26,7 @@ from dsv4.commands.options import (
     KVMemory,
     Loop,
     Numerics,
+    PrefillChunks,
     Quiet,
     Reads,
     ReadTokens,
@@ -81,15 +82,7 @@ def generate(
     attention_tokens: ReadTokens = None,
     terminate: Terminate = False,
     terminate_rule: Rule = None,
-    prefill_chunks: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last LOCAL and the "
-            "heaviest HEAVY tokens before it; decoding reads all. Add ,score=memory to weigh the memory by its own "
-            "softmax (default: fused with the chunk's), ,heads=query for a memory of each query head (default: kv).",
-            show_default=False,
-        ),
-    ] = None,
+    prefill_chunks: PrefillChunks = None,
     kv_memory: KVMemory = "device",
     staged_blocks: Staged = None,
     guess_ahead: Guess = False,
@@ -218,7 +211,9 @@ def batch(
     together: Annotated[
         bool,
         typer.Option(
-            "--together", help="Decode all rows as one batch: faster, and equal to running alone up to rounding."
+            "--together",
+            help="Decode all rows as one batch, and read prompts in chunks together (--prefill-chunks): faster, and "
+            "equal to running alone up to rounding.",
         ),
     ] = False,
     speculate: Drafting = "off",
@@ -243,7 +238,7 @@ def batch(
     terminate: Terminate = False,
     terminate_rule: Rule = None,
     kv_memory: KVMemory = "device",
-    prefill_chunks: Annotated[str | None, typer.Option(hidden=True)] = None,
+    prefill_chunks: PrefillChunks = None,
     threads: Threads = None,
     quiet: Quiet = False,
 ):
@@ -262,13 +257,8 @@ def batch(
             "--kv-memory host was given; requests of a batch share the pages of one pool, which is on the device: "
             "leave it out, or run single requests with dsv4 generate"
         )
-    if prefill_chunks is not None:
-        raise InputError(
-            "--prefill-chunks was given; a batch reads prompts densely, since its requests share prefixes: leave it "
-            "out, or run single requests with dsv4 generate"
-        )
     options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, loop, report)
-    reads = attention_named(attention, attention_tokens, terminate, rule=terminate_rule)
+    reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     kernels, opened = user_kernels.kernels_named(kernel), []
     if loop == "device":
         check_device(device)

@@ -134,6 +134,16 @@ Rule = Annotated[
         "moves and turns, over how many tiles.",
     ),
 ]
+PrefillChunks = Annotated[
+    str | None,
+    typer.Option(
+        "--prefill-chunks",
+        show_default=False,
+        help="Of a GQA model: CHUNK,LOCAL,HEAVY. The prompt is read in chunks, each beside the last LOCAL and the "
+        "heaviest HEAVY tokens before it; decoding reads all. Add ,score=memory to weigh the memory by its own "
+        "softmax (default: fused with the chunk's), ,heads=query for a memory of each query head (default: kv).",
+    ),
+]
 KVMemory = Annotated[
     str,
     choice(

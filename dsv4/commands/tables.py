@@ -126,9 +126,15 @@ def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console
         f"{len(requests)} requests, {failed} failed; {sum(len(r['token_ids']) for r in requests)} tokens in "
         f"{figures['steps']} steps, {seconds:.1f} s with loading; {figures['evictions']} evictions, "
         f"{figures['prefix_hit_tokens']} prompt tokens from kept prefixes"
+        + _first_tokens(figures["time_to_first_token_seconds"])
         + (f"; {accepted} of {drafted} drafts accepted" if drafted else "")
         + (f"; {figures['launches']} launches" if "launches" in figures else "")
     )
+
+
+def _first_tokens(of: Mapping | None) -> str:
+    """When the requests got their first tokens. of: percentiles, None if none did."""
+    return "" if of is None else f"; first token after {of['p50']:.2f} s (p50), {of['p95']:.2f} s (p95)"
 
 
 def _speculation(drafted: dict, console: Console) -> None:

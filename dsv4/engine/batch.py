@@ -6,14 +6,16 @@ are short, drafts shrink first, down to none. Then prefixes that no request uses
 Then requests are evicted: the lowest priority first, among those the lowest mean acceptance ε of drafts, among those
 the least recently advanced, among those the last to come. An evicted request waits and resumes by running its tokens
 again, in the pieces and passes in which they first ran. Prompts attend densely, whatever policy a GQA model decodes
-with (`model.attention`). Under pressure policies draft less. Pressure counts the pages that requests hold: if kept
-prefixes cause it, they are dropped.
+with (`model.attention`), unless that says to read them in chunks (`Attention.prefill`): then a piece is `model.chunk`
+tokens, and no prefix is kept or borrowed, because a chunk depends on the memory of the chunks before. Under pressure
+policies draft less. Pressure counts the pages that requests hold: if kept prefixes cause it, they are dropped.
 
 Results of matrix products depend on the number of rows. So by default each request runs alone in its pieces, and no bit
 of its output depends on other requests or on evictions. `together=True` decodes all rows as one batch instead (a
 captured step, where steps are captured), and resumes in chunks where decoding reads all that a prompt does: faster, and
-equal up to rounding. With speculation, other requests influence how many drafts a pass has when pages are short or
-under pressure. Given equal logits that changes no token, greedy or sampled (`accept_drawn`). Passes of several tokens
+equal up to rounding. Prompts that are read in chunks then advance together too. With speculation, other requests
+influence how many drafts a pass has when pages are short or under pressure. Given equal logits that changes no token,
+greedy or sampled (`accept_drawn`). Passes of several tokens
 round differently from single steps: see dsv4/speculation/README.md.
 """
 
@@ -61,6 +63,8 @@ class BatchEngine(Engine):
         self.passes = Passes(model, cache, drafter, drawn, verify, on_end=self._end)
         self.running: list[PagedWork] = []
         self.steps = self.evictions = 0
+        self.chunked = model.attention is not None and model.attention.prefill is not None
+        self.prompts_at_once = 0  # the most prompts whose chunks ran in one pass
         # after an eviction no request joins until one leaves; otherwise two requests could evict each other forever
         self._tight = False
 
@@ -92,7 +96,10 @@ class BatchEngine(Engine):
         )
         if ready:
             self._guard(ready, self._pass)
-        for work in [w for w in self.running if w not in ready]:
+        reading = [w for w in self.running if self.chunked and self.together and self._reads(w)]
+        if reading:
+            self._guard(reading, self._read_chunks)
+        for work in [w for w in self.running if w not in ready and w not in reading]:
             if work.row is not None:  # not evicted or ended meanwhile
                 self._guard([work], self._advance)
         self._relieve()
@@ -111,7 +118,7 @@ class BatchEngine(Engine):
             work.row, work.used = row, self.steps
             as_text = self.together and (self.model.attention is None or self.model.attention.plain)
             self.passes.join(work, len(work.ids) if as_text else len(work.request.prompt_ids))
-            if not work.result.evictions:
+            if not work.result.evictions and not self.chunked:
                 self.prefixes.ask(work.request.prompt_ids)
 
     def _leave(self, work: PagedWork) -> None:
@@ -165,13 +172,30 @@ class BatchEngine(Engine):
     def _advance(self, works: list[PagedWork]) -> None:
         """Run one piece of one request, its row alone."""
         [work] = works
-        if self.cache.lengths[work.row] < work.text:
-            self._read(work)
+        if self._reads(work):
+            self._read_chunks(works) if self.chunked else self._read(work)
         elif work.again < len(work.passes):
             self.passes.again(work)
             work.used = self.steps
         else:
             self._pass(works)
+
+    def _reads(self, work: PagedWork) -> bool:
+        """Whether a part of its text has still to run."""
+        return self.cache.lengths[work.row] < work.text
+
+    def _read_chunks(self, works: list[PagedWork]) -> None:
+        """Run the next chunks of some prompts."""
+        ends = [min(work.text, self.cache.lengths[work.row] + self.model.chunk) for work in works]
+        new = [work for work, end in zip(works, ends) if end == len(work.ids)]
+        logits = self.passes.read_chunks(works, ends, last=bool(new))
+        self.prompts_at_once = max(self.prompts_at_once, len(works))
+        for work, end in zip(works, ends):
+            work.used = self.steps
+            if end == work.text and work not in new:  # the request resumes
+                self.passes.follow(work, work.ids[end])
+        if new:
+            self.passes.first(new, logits, None)
 
     def _read(self, work: PagedWork) -> None:
         """Run one piece of a request's text. A prefix that another request has just finished is borrowed, not run
@@ -204,6 +228,7 @@ class BatchEngine(Engine):
         return {
             "steps": self.steps,
             "evictions": self.evictions,
+            "prompts_at_once": self.prompts_at_once,
             "prefix_hit_rate": self.prefixes.hit_rate,
             "prefix_hit_tokens": self.prefixes.hit_tokens,
             "prefixes_kept": len(self.prefixes.kept),

@@ -193,6 +193,18 @@ class Passes:
                 self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
         return logits
 
+    def read_chunks(self, works: Sequence[PagedWork], ends: Sequence[int], last: bool) -> torch.Tensor | None:
+        """Run the prompts of several rows on to `ends`, as one batch where neighbouring rows begin at one position: the
+        model reads prompts in chunks. Returns logits [B, 1, vocab], right in these rows, if wanted. Raises OutOfPages
+        before it runs anything."""
+        counts, pieces = [0] * self.cache.batch, [torch.zeros(0, dtype=torch.int64)] * self.cache.batch
+        for work, end in zip(works, ends):
+            start = self.cache.lengths[work.row]
+            self.cache.make_room(slice(work.row, work.row + 1), end - start)
+            pieces[work.row], counts[work.row] = torch.tensor(work.ids[start:end]), end - start
+        ids = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
+        return self.model.append(ids, self.cache, n_new=counts, logits="last" if last else "none", prompt=True)
+
     def behind(self, work: PagedWork) -> torch.Tensor | None:
         """Streams [B, 1, n, d] of the last token of a row's text, which are then forgotten; None if nobody wants
         them."""

@@ -316,7 +316,7 @@ def test_the_report_says_what_was_read(checkpoint, asked, command_line, tmp_path
         (("--kv-memory", "host"), "which is on the device"),
         (("--attention", "block-bound", "--attention-tokens", "100"), "keeps whole blocks of 128 tokens"),
         (("--cache", "fp8"), "use auto"),
-        (("--prefill-chunks", "64,8,8"), "a batch reads prompts densely"),
+        (("--prefill-chunks", "64,32,32"), "together are at least 1 and less than the chunk"),
         (("--terminate", "--terminate-rule", "rho=1"), "expected each of tau"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

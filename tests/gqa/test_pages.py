@@ -10,9 +10,8 @@ from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.paged import new_paged_cache
 from dsv4.cache.paging import pool_pages
 from dsv4.cache.prefixes import PrefixTree
-from dsv4.errors import InputError, OutOfPages, UnsupportedInput
+from dsv4.errors import OutOfPages, UnsupportedInput
 from dsv4.kernels.block_choice import Policy
-from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.grouped_attention import Termination
 from dsv4.model.gqa.choice import Attention
 from dsv4.runtime.graph import DecodeGraph
@@ -275,10 +274,6 @@ def test_windows_take_no_more_pages_than_a_row_has_tokens(models):
 
 def test_what_pages_cannot_be_made_for_is_refused_in_one_line(models, monkeypatch):
     model = models("dense")
-    model.attention = Attention(prefill=Chunking(64, 16, 16))
-    with pytest.raises(InputError, match="chunked prefill was asked for; .* leave out --prefill-chunks"):
-        new_paged_cache(model, 1, 128)
-    model.attention = Attention()
     monkeypatch.setattr(model, "kv_memory", HostMemory())
     with pytest.raises(UnsupportedInput, match="host memory was asked for; load without kv_memory"):
         new_paged_cache(model, 1, 128)

@@ -101,6 +101,11 @@ class LayerRows:
         self.tensors = {stream.name: zeros(stream, device) for stream in plan.streams}
         self.keys, self.values, self.block = self.tensors["keys"], self.tensors["values"], block
 
+    @property
+    def batch(self) -> int:
+        """Rows of the cache."""
+        return len(self.keys)
+
     far = ()  # rows in host memory
     ahead: Any = None  # guesses fetches for this layer: `dsv4.cache.host_tier.ahead.Ahead`
     memory: Memory | None = None  # of chunked prefill, for every row: positions and scores [1, batch, R, M]
@@ -152,7 +157,7 @@ class LayerRows:
 
     def remember(self, step: Step, memory: Memory) -> None:
         """Keep the end of a call's result for the step's rows."""
-        self.last_memory, batch = memory, len(self.keys)
+        self.last_memory, batch = memory, self.batch
         ends = memory.positions[-1:], memory.scores[-1:], memory.updates
         if self.memory is None or self.memory.positions.shape[2:] != memory.positions.shape[2:]:
             positions, scores = (t.new_zeros(1, batch, *t.shape[2:]) for t in ends[:2])

@@ -159,13 +159,7 @@ class GQAModel(CausalLM):
         return StagedGroupedLayout(*given, memory, self.backend == "triton")
 
     def page_layout(self) -> GroupedLayout:
-        """Raises InputError if prompts are read in chunks, whose memory is not a function of the tokens before a block,
-        and for a policy that chooses by a prompt's queries."""
-        if self.attention.prefill is not None:
-            raise InputError(
-                "chunked prefill was asked for; requests over pages share prefixes of 128 tokens, which its chunks "
-                "and memory do not follow: leave out --prefill-chunks, or run single requests with dsv4 generate"
-            )
+        """Raises InputError for a policy that chooses by a prompt's queries."""
         if self.attention.policy.once:
             raise InputError(
                 f"{self.attention.policy.name} chooses by the queries of a prompt's last tokens; requests over pages "

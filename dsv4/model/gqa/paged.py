@@ -38,6 +38,10 @@ class PagedRows(LayerRows):
         self.groups = dict.fromkeys(tensors, GROUPS[plan.kind])
         self.table = tables[GROUPS[plan.kind]]
 
+    @property
+    def batch(self) -> int:
+        return len(self.table.physical)
+
     def of(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """A copy of keys and values [B, KV, S, D] before the step. S: whole tiles that hold what the step may read; in
         a captured step all tiles of the table."""

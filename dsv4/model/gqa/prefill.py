@@ -90,7 +90,9 @@ def _run(
         torch.full((len(ends),), ends[0], device=model.device) if same else torch.tensor(ends, device=model.device)
     )
     step.prompt, step.piece = True, Piece(start, lengths)
-    cache.make_room(rows, T)
+    for b, n in enumerate(left, rows.start):  # pads need no room: what is written there is never read
+        if n:
+            cache.make_room(slice(b, b + 1), n)
     streams = model.run(step, cache)
     streams = streams.view(len(left), T, *streams.shape[1:])
     for n, found in groupby(range(len(left)), lambda i: left[i]):
