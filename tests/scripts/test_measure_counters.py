@@ -19,7 +19,7 @@ SECTORS, REQUESTS, ASKED = counters.SECTORS[0], counters.REQUESTS[0], counters.A
 WIDE = f"""==PROF== Connected to process 4711 (/usr/bin/python3)
 a line of the program, with "quotes", and commas
 "and one that ends within them
-"and one that ends within them
+"and another
 ==PROF== Profiling "gather" - 0: 0%....50%....100% - 3 passes
 {FIRST},"{counters.TIME}","{counters.READ}","{counters.WRITTEN}","{counters.HIT}","{SECTORS}","{REQUESTS}","{ASKED}"
 "","","","","","","","nsecond","byte","byte","%","sector","","byte"
