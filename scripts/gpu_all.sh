@@ -2,14 +2,15 @@
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
-#                                   gqa_decode regime host_tier host_waits; all if none
+#                                   gqa_decode first_token counters regime host_tier host_waits; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
 # side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
 # all numerics; together: the same with rows of the batch engine as one batch.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
-# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; regime: the cost model of both kinds of
+# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; first_token: prompts
+# of a whole GQA model, dense and sparse, by length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
 # model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
 # after another, because some are timed; each at most LIMIT seconds (default 600). Results go to $OUT, or each to its
 # place in audits/ (scripts/places.py).
@@ -22,7 +23,7 @@ export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode regime host_tier host_waits)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode first_token counters regime host_tier host_waits)
 
 place() {  # KIND SUBJECT: where reports go that dsv4 itself writes
   [ -n "${OUT:-}" ] && echo "$OUT" || "$python" -m scripts.places "$@"
@@ -53,6 +54,8 @@ part() {
     speculation) "$python" scripts/bench_speculation.py --journal "$JOURNALS/speculation.jsonl" ${OUT:+--out "$OUT"} ;;
     speculation_text) "$python" scripts/bench_speculation.py --checkpoint demo --journal "$JOURNALS/speculation_text.jsonl" ${OUT:+--out "$OUT"} ;;
     gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M ${OUT:+--out "$OUT"} ;;
+    first_token) "$python" scripts/bench_first_token.py --dummy-weights llama-8b --seconds $((LIMIT * 4 / 5)) ${OUT:+--out "$OUT"} ;;
+    counters) "$python" scripts/measure_counters.py --seconds $((LIMIT * 4 / 5)) ${OUT:+--out "$OUT"} ;;
     regime) "$python" -m dsv4 regime measure --out "$(place regime gqa)"
       "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$(place regime csa)" ;;
     host_tier) "$python" scripts/bench_host_tier.py ${OUT:+--out "$OUT"} ;;
