@@ -5,7 +5,8 @@
         [--seconds 480] [--device cuda] [--out DIR]
     python scripts/bench_first_token.py --count [--out DIR]       # what counting allows, without a GPU
 
-Several prompts of one length are read together where they have at most --most-tokens tokens in all. Predictions are
+Several prompts of one length are read together where they have at most --most-tokens tokens in all, densely and by the
+first two cuts at once. Rows with few tokens come first. Predictions are
 written before anything is measured, and the files again after each row, so that what is known stays if the run is
 killed. On a GPU the kernels of the shortest prompt are listed at the end. Writes first_token_<device>.json, .md and
 .svg. Exit code 1 when a row failed.
@@ -59,18 +60,19 @@ def arguments() -> argparse.Namespace:
 
 
 def rows_of(args: argparse.Namespace, widths: Widths, longest: int) -> list[Row]:
-    """What is to be measured, batch 1 first, short prompts first."""
+    """What is to be measured, the fewest tokens first."""
     chosen = [way for way in ways(args.cuts, args.pieces) if args.only in way.name]
     found = []
     for batch in args.batch:
         for tokens in args.tokens:
             if tokens > longest or batch > 1 and batch * tokens > args.most_tokens:
                 continue
+            few = None, *args.cuts[:2]
             for way in chosen:
-                if way.fits(tokens):
+                if way.fits(tokens) and (batch == 1 or way.piece is None and way.cut in few):
                     expected = predicted(widths, tokens, batch, way.cut, way.piece, way.peer)
                     found.append(Row(way, tokens, batch, expected, why="not begun"))
-    return found
+    return sorted(found, key=lambda row: (row.batch * row.tokens, row.batch))  # stable: ways keep their order
 
 
 def count(args: argparse.Namespace) -> int:
@@ -153,11 +155,10 @@ def main() -> int:
         bench.measure(row)
         print(row.line(), flush=True)
         write(picture=i + 1 == len(rows) or rows[i + 1].tokens != row.tokens)
-    if model.device.type == "cuda" and rows:
+    if model.device.type == "cuda" and rows:  # at the end, because the profiler may slow what comes after it
         for way in (Way(peer=True), *(Way(cut) for cut in args.cuts[:1])):
-            if bench.clock() < bench.deadline:
-                profiles.append(bench.profile(way, rows[0].tokens))
-                write()
+            profiles.append(bench.profile(way, rows[0].tokens))
+            write()
     print(shown.markdown(rows, about, setup, profiles, widths, H100))
     return int(any(row.red for row in rows) or not any(row.ms for row in rows))
 

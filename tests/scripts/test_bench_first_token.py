@@ -195,7 +195,9 @@ def test_a_run_writes_all_rows(model, monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, *SMALL, *SIZES, "--out", tmp_path) == 0
     found = json.loads((tmp_path / "first_token_cpu.json").read_text())
     at = [(r["batch"], r["tokens"]) for r in found["rows"]]
-    assert at == [(1, 40)] * 5 + [(1, 64)] * 5 + [(2, 40)] * 5  # two prompts of 64 are too many
+    # two prompts of 64 are too many; of two prompts no pieces
+    assert at == [(1, 40)] * 5 + [(1, 64)] * 5 + [(2, 40)] * 3
+    assert {r["piece"] for r in found["rows"][-3:]} == {None}
     assert all(r["ms"] > 0 and r["predicted"] > 0 and not r["why"] for r in found["rows"])
     assert found["counted"]["bounds"] and found["goal"]["verdict"] == "not measured"
     text = (tmp_path / "first_token_cpu.md").read_text()
@@ -213,7 +215,7 @@ def test_predictions_are_there_before_the_first_row(model, monkeypatch, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run(monkeypatch, *SMALL, *SIZES, "--out", tmp_path)
     rows = json.loads((tmp_path / "first_token_cpu.json").read_text())["rows"]
-    assert len(rows) == 15 and all(r["predicted"] > 0 and r["ms"] is None for r in rows)
+    assert len(rows) == 13 and all(r["predicted"] > 0 and r["ms"] is None for r in rows)
     assert {r["why"] for r in rows} == {"not begun"}
 
 
