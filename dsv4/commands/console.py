@@ -47,6 +47,22 @@ Numerics = Annotated[str, choice(NUMERICS, "native or fp32; of DeepSeek-V4 qat a
 Backend = Annotated[str, choice(BACKENDS, "Implementation of the operations.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Seed = Annotated[int, typer.Option(help="Of needles, and of random ids.")]
+Tasks = Annotated[
+    Word,
+    typer.Option(
+        "--tasks",
+        show_default=False,
+        help="What is asked, --needles trials of each, as in RULER: single, multi-key, multi-value, multi-query, "
+        "tracking, common-words, frequent-words, separated by commas. Default: single needles, without generating.",
+    ),
+]
+Together = Annotated[
+    int,
+    typer.Option(
+        "--needles-a-haystack",
+        help="Single needles hidden in one haystack, which is then read once for all of them; each is asked by itself.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 
 
@@ -96,6 +112,11 @@ def names(text: str | None) -> list[str] | None:
     if not all(names):
         raise InputError(f"--policy is {text!r}; expected names separated by commas, such as sink+window,block-bound")
     return list(dict.fromkeys(names))
+
+
+def tasks(text: str | None) -> list[str]:
+    """'single,multi-key' → names, which the measurement checks; none for None."""
+    return [] if text is None else [part.strip() for part in text.split(",")]
 
 
 def numbers(name: str, text: str | None) -> list[float]:

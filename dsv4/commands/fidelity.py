@@ -12,13 +12,16 @@ from dsv4.commands.console import (
     Numerics,
     Policies,
     Seed,
+    Tasks,
     Text,
+    Together,
     Word,
     budgets,
     counts,
     names,
     option,
     report_in,
+    tasks,
 )
 from dsv4.commands.measuring import measure
 from dsv4.commands.options import Kernels, KVMemory, choice
@@ -50,6 +53,9 @@ def fidelity(
     ] = None,
     new_tokens: Annotated[Number, option("Greedy tokens after each prompt, 0 for none.")] = None,
     needles: Annotated[Number, option("Needles a variant, haystack and context, 0 for none.")] = None,
+    needle_context: Annotated[Word, option("Contexts that needles are hidden in; default: those of --context.")] = None,
+    asked_tasks: Tasks = None,
+    needles_a_haystack: Together = 1,
     queries: Annotated[Number, option("Last queries of each context whose selection is looked at.")] = None,
     text: Text = None,
     numerics: Numerics = "native",
@@ -82,5 +88,8 @@ def fidelity(
         tail=tail,
         new=new_tokens,
         needles=needles,
+        asked=counts("--needle-context", needle_context),
+        tasks=tasks(asked_tasks),
+        together=needles_a_haystack,
         queries=queries,
     )

@@ -22,8 +22,8 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "What is audited": "subject reference probe point section name fast config ids rename",
     "What is measured": "k topk policy budget block effort cuts tau phi patience tile looser vacuous model contexts "
     "batches policies heads rounds",
-    "Text": "text context rows tail new_tokens needles needle_context asked_context in_prompt every queries tokens "
-    "seed dump",
+    "Text": "text context rows tail new_tokens needles needle_context asked_tasks needles_a_haystack asked_context "
+    "in_prompt every queries tokens seed dump",
     "Model": "numerics backend kernel device threads jobs dummy_weights device_map max_memory layers weights bandwidth "
     "capacity steps tier hit_rate host_memory",
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "

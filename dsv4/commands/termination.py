@@ -15,7 +15,9 @@ from dsv4.commands.console import (
     Policies,
     Rows,
     Seed,
+    Tasks,
     Text,
+    Together,
     Word,
     budgets,
     counts,
@@ -23,6 +25,7 @@ from dsv4.commands.console import (
     numbers,
     option,
     report_in,
+    tasks,
 )
 from dsv4.commands.measuring import measure
 
@@ -41,6 +44,8 @@ def termination(
     queries: Annotated[int, typer.Option(help="Last queries of each context that are walked.")] = 16,
     needles: Annotated[int, typer.Option(help="Needles a policy, rule, haystack and context, 0 for none.")] = 0,
     needle_context: Annotated[Word, option("Contexts that needles are hidden in; default: those of --context.")] = None,
+    asked_tasks: Tasks = None,
+    needles_a_haystack: Together = 1,
     tau: Annotated[float, typer.Option(help="Of the rule: most that the probe may move.")] = 1e-5,
     phi: Annotated[float, typer.Option(help="Of the rule: most that it may turn, 1 − cos.")] = 1e-3,
     patience: Annotated[int, typer.Option(help="Of the rule: stable tiles in a row.")] = 5,
@@ -58,7 +63,7 @@ def termination(
     as_json: Json = False,
 ):
     """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest
-    first, beside the policies. Walks are fp64 on the host; needles are asked by the backend as it decodes, on a GPU
+    first, beside the policies. Walks are in fp64; needles are asked by the backend as it decodes, on a GPU
     over its splits. Exit code 0: measured."""
     from dsv4.probes.measure.termination.measurement import Termination
 
@@ -76,6 +81,8 @@ def termination(
         queries=queries,
         needles=needles,
         asked=counts("--needle-context", needle_context),
+        tasks=tasks(asked_tasks),
+        together=needles_a_haystack,
         text=text,
         seed=seed,
     )

@@ -86,7 +86,7 @@ def test_a_report_of_policies(run, gqa_path, tmp_path):
     of = {(r["order"], r["varied"], r["tau"]): r for r in found["varied"] if r["context"] == 700}
     assert of[orders_[0], "tau", 1e-6]["skipped"] == 0 < of[orders_[0], "without scale", 0.1]["skipped_alone"]
     assert all(r["bound_tight"] is None or r["bound_tight"] <= 1 for r in found["varied"])
-    assert found["schema_version"] == "1.1"
+    assert found["schema_version"] == "1.2"
     assert all(r["by_probe"]["bound_tight"] is None or r["by_probe"]["bound_tight"] <= 1 for r in found["varied"])
     assert any(r["whole"]["agree"] is not None for r in found["rows"])
     rules = [(r["order"], r["tau"]) for r in found["needles"] if r["haystack"] == "prose"]
@@ -112,6 +112,29 @@ def test_a_report_of_policies(run, gqa_path, tmp_path):
         )
     assert set(plots.draw(found).values()) == {f.read_text() for f in tmp_path.glob("*.svg")}
     assert document.valid(found)
+
+
+def test_tasks_are_asked_by_rule(run, gqa_path, tmp_path):
+    """Needles of one haystack and a chain, in the report with what full attention makes of them."""
+    small = "--context", 600, "--queries", 1, "--policy", "sink-window", "--budget", 256, "--tile", 64
+    asked = "--needles", 2, "--needle-context", 1000, "--numerics", "fp32"
+    tasks = "--tasks", "single,tracking", "--needles-a-haystack", 2
+    code, out, err = run("termination", gqa_path, *small, *asked, *tasks, "--json", "--out", tmp_path)
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["settings"]["tasks"], found["settings"]["needles_a_haystack"]) == (["single", "tracking"], 2)
+    of = dict.fromkeys((r["task"], r["haystack"], r["answers"], r["solved"]) for r in found["needles"])
+    assert list(of) == [
+        ("single", "prose", 2, False),
+        ("single", "looped filler", 2, False),
+        ("tracking", "looped filler", 10, False),
+    ]
+    assert len(found["needles"]) == 3 * 2 * 2 and document.valid(found)
+    shown = (tmp_path / "termination_gqa.md").read_text()
+    assert "tracking in looped filler at 1,000 tokens: not solved by full attention" in shown
+    assert "recall, generated" in shown and "termination_gqa-tasks.svg" in shown
+    code, _, err = run("termination", gqa_path, *small, *asked, "--tasks", "needle")
+    assert code == 2 and "--tasks has 'needle'; expected some of single, multi-key" in err
 
 
 def test_a_report_of_csa_says_what_published_keep_sets_allow(run, csa_path, tmp_path):

@@ -4,6 +4,7 @@ The training rows of the demo checkpoint (scripts/training/rows.py) plant needle
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -152,6 +153,18 @@ def chance_of_a_guess() -> float:
     return max(number, (1 - NUMBERS) * words[0] * words[1])
 
 
+@dataclass(frozen=True)
+class Needle:
+    """One needle's prompt (BOS + context + question) and answer, ids; its value, [start, end) of the prompt that states
+    it, and how many tokens the question has."""
+
+    prompt: list[int]
+    answer: list[int]
+    value: str
+    stated: tuple[int, int]
+    question: int
+
+
 def needle_trial(
     rng: Random,
     tokenizer: Tokenizer,
@@ -161,12 +174,25 @@ def needle_trial(
     beyond: int = 0,
     bos: int | None = 0,
 ) -> tuple[list[int], list[int]]:
+    """(prompt, answer) of `one_needle`."""
+    found = one_needle(rng, tokenizer, haystack_tokens, length, depth, beyond, bos)
+    return found.prompt, found.answer
+
+
+def one_needle(
+    rng: Random,
+    tokenizer: Tokenizer,
+    haystack_tokens: np.ndarray,
+    length: int,
+    depth: float,
+    beyond: int = 0,
+    bos: int | None = 0,
+) -> Needle:
     """One needle in exactly `length` tokens of haystack, asked once, at the end.
 
     depth is the needle's relative place, 0 (start) to 1 (end), moved to a sentence's end before it if there is one
-    nearby, and forward so far that at least `beyond` tokens lie between the needle and the question. Returns (BOS +
-    context + question, answer): the ids end right before the answer. A haystack longer than `length` gives a random run
-    of it.
+    nearby, and forward so far that at least `beyond` tokens lie between the needle and the question. The prompt ends
+    right before the answer. A haystack longer than `length` gives a random run of it.
     """
     text = np.asarray(haystack_tokens)
     if len(text) < length or not 0 <= beyond <= length:
@@ -175,12 +201,26 @@ def needle_trial(
     text = text[begin : begin + length].tolist()
     template, name, value = rng.choice(TEMPLATES), any_name(rng), any_value(rng)
     place = min(round(depth * length), length - beyond)
-    ends = boundaries(tokenizer)
-    place = next((i for i in range(place, max(0, place - NEAR), -1) if ends[text[i - 1]]), place)
     needle, question = (encode(tokenizer, text) for text in (template.statement(name, value), template.prompt(name)))
-    return [*([] if bos is None else [bos]), *text[:place], *needle, *text[place:], *question], encode(
-        tokenizer, " " + value
-    )
+    start = [] if bos is None else [bos]
+    found, (stated,) = plant(tokenizer, text, [needle], [place], len(start))
+    return Needle([*start, *found, *question], encode(tokenizer, " " + value), value, stated, len(question))
+
+
+def plant(
+    tokenizer: Tokenizer, words: list[int], pieces: Sequence[list[int]], places: Sequence[int], before: int = 0
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """(words with the pieces among them, [start, end) of each piece). places: ascending; each piece stands at a
+    sentence's end at most NEAR tokens before its place if there is one, after the piece before it. before: tokens that
+    stand before the words, which the positions count."""
+    ends, found, spans, done = boundaries(tokenizer), [], [], 0
+    for piece, place in zip(pieces, places, strict=True):
+        place = next((p for p in range(place, max(done, place - NEAR), -1) if ends[words[p - 1]]), place)
+        found += words[done:place]
+        spans.append((before + len(found), before + len(found) + len(piece)))
+        found += piece
+        done = place
+    return found + words[done:], spans
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

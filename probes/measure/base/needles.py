@@ -1,165 +1,63 @@
-"""Needles: whether greedy decoding finds a value that was stated once, further back than sliding windows reach.
+"""Needles and other tasks with known answers (`dsv4.probes.measure.base.tasks`), asked of a model in several ways.
 
-An answer counts when each of its tokens is the argmax after the prompt and the tokens before it, by teacher forcing:
-what greedy decoding would have generated.
+A needle is a value that was stated once, further back than sliding windows reach. Whether it is found is judged by
+teacher forcing, see `dsv4.probes.measure.base.asking`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from random import Random
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer
 
-from dsv4.cache.cache import Cache
+from dsv4.kernels.block_choice import Observed
 from dsv4.model.causal import CausalLM
 from dsv4.probes.bounds import lower_bound, upper_bound
-from dsv4.probes.measure.base.haystack import chance_of_a_guess, filler, needle_trial
-from dsv4.probes.measure.base.models import Say, reach, reads_by_policy
+from dsv4.probes.measure.base.asking import AS_IT_IS, DECODED, Asked, Limits, Said, said_by
+from dsv4.probes.measure.base.asking import PASS as PASS  # old places of these names, until 0.4
+from dsv4.probes.measure.base.asking import PIECE as PIECE
+from dsv4.probes.measure.base.asking import answered as answered
+from dsv4.probes.measure.base.asking import replies as replies
+from dsv4.probes.measure.base.asking import replies_by as replies_by
+from dsv4.probes.measure.base.ground import Ground, to_generate
+from dsv4.probes.measure.base.haystack import chance_of_a_guess, filler
+from dsv4.probes.measure.base.models import Say, reach
+from dsv4.probes.measure.base.planting import planted
 from dsv4.probes.measure.base.settings import QUESTION, Settings
+from dsv4.probes.measure.base.tasks import TASKS, Task
 from dsv4.probes.measure.base.text import Text
 from dsv4.probes.measure.base.variants import Variant
 
-Way = Callable[[Cache], AbstractContextManager]
-PASS = 16  # tokens of a pass that still counts as decoding
-PIECE = 1024  # tokens of a GQA model's prompts that run at once: no layer of it holds logits of them all
-# last tokens of a prompt that run as decoding: more than a question has, so that none of it is read exactly
-DECODED = 32
+
+def hidden(model: CausalLM, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, seed: int) -> list[Asked]:
+    """Needles at depths spread evenly over all places that are further from the question than windows alone reach.
+    Nothing is generated."""
+    return [replace(a, new=0) for a in made(model, TASKS["single"], tokenizer, text, length, trials, seed)]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much work at once: `tokens` over all rows of a batch, `chunk` of a row in one step."""
-
-    tokens: int
-    chunk: int
-
-    @classmethod
-    def of(cls, device: str) -> "Limits":
-        return cls(20_000, 256) if torch.device(device).type == "cpu" else cls(300_000, 1024)
-
-    @classmethod
-    def of_model(cls, model: CausalLM) -> "Limits":
-        """For prompts that are prefilled densely."""
-        found = cls.of(str(model.device))
-        return replace(found, chunk=max(found.chunk, PIECE)) if reads_by_policy(model) else found
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt (BOS first), the answer that counts, and where in the context it stands (needles)."""
-
-    prompt: list[int]
-    answer: list[int]
-    depth: float = 0.0
-
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.answer)
-
-
-def answered(
-    model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None, decoded: int = 0
-) -> list[bool]:
-    """Whether greedy decoding would give each answer in full, by teacher forcing. decoded: see `replies`."""
-    return [reply == a.answer for a, reply in zip(asked, replies(model, asked, limits, say, decoded))]
-
-
-def replies(
-    model: CausalLM, asked: list[Asked], limits: Limits, say: Say = lambda text: None, decoded: int = 0
-) -> list[list[int]]:
-    """What greedy decoding generates for each prompt up to the answer's length, or to its first token that is wrong.
-
-    decoded: so many of a prompt's last tokens, and the answer, run in passes of at most PASS tokens, which models that
-    decode by another attention than they prefill by take for decoding. 0: the context as one append, the rest as
-    another.
-    """
-    return replies_by(model, asked, limits, {"": lambda cache: nullcontext()}, say, decoded)[""]
-
-
-def replies_by(
-    model: CausalLM,
-    asked: list[Asked],
-    limits: Limits,
-    ways: Mapping[str, Way],
-    say: Say = lambda text: None,
-    decoded: int = 0,
-) -> dict[str, list[list[int]]]:
-    """`replies` for each way to decode. Prompts are prefilled once, so all ways must be the same in what they do to
-    prompts; `decoded` of their tokens, and the answer, run within a way's context manager, which is given the cache."""
-    found: dict[str, dict[int, list[int]]] = {name: {} for name in ways}
-    order = sorted(range(len(asked)), key=lambda i: (len(asked[i].prompt), len(asked[i].answer)))
-    size = max(1, limits.tokens // max(map(len, asked)))
-    for start in range(0, len(order), size):
-        batch = order[start : start + size]
-        for name, said in _replies(model, [asked[i] for i in batch], limits.chunk, decoded, ways).items():
-            found[name] |= zip(batch, said)
-        right = [sum(of[i] == asked[i].answer for i in of) for of in found.values()]
-        say(f"{start + len(batch)} of {len(asked)} asked, {', '.join(map(str, right))} right")
-    return {name: [of[i] for i in range(len(asked))] for name, of in found.items()}
-
-
-def _replies(
-    model: CausalLM, asked: list[Asked], chunk: int, decoded: int, ways: Mapping[str, Way]
-) -> dict[str, list[list[int]]]:
-    """One batch. Rows in order of length, so that those that run together are neighbours; no logits of the context."""
-    # of each prompt; its last token is the first that gives logits
-    tail = min([max(1, decoded), *(len(a.prompt) for a in asked)])
-    after, found = tail + max(len(a.answer) for a in asked), {}
-    cache = model.new_cache(len(asked), max(map(len, asked)), max_rewind=after if len(ways) > 1 else 0)
-    if any(len(a.prompt) > tail for a in asked):
-        model.append(*_ragged([a.prompt[:-tail] for a in asked], cache), logits="none", chunk=chunk, prompt=True)
-    before = cache.lengths
-    for name, way in ways.items():
-        cache.rewind([now - then for now, then in zip(cache.lengths, before)])
-        with way(cache):
-            found[name] = _decoded(model, cache, asked, chunk, decoded, tail)
+def made(
+    model: CausalLM, task: Task, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, seed: int
+) -> list[Asked]:
+    """Trials of a task. Evidence lies further from the question than windows alone reach, except of tasks about all of
+    their words."""
+    beyond, bos, found = reach(model), model.config.bos_token_id, []
+    for i in range(trials):
+        rng = Random(f"{seed}:{length}:{i}" + ("" if task.name == "single" else f":{task.name}"))
+        found.append(task.make(Ground(rng, tokenizer, text, length, (i + 0.5) / trials, beyond, bos)))
     return found
 
 
-def _decoded(model: CausalLM, cache, asked: list[Asked], chunk: int, decoded: int, tail: int) -> list[list[int]]:
-    """What follows the prompts, whose last `tail` tokens have not yet run."""
-    for s in range(-tail, -1, PASS):
-        model.append(*_ragged([a.prompt[s : min(s + PASS, -1)] for a in asked], cache), logits="none", chunk=chunk)
-    last = [a.prompt[-1:] + a.answer[:-1] for a in asked]
-    each = PASS if decoded else max(map(len, last))
-    chosen = torch.cat(
-        [
-            model.append(*_ragged([row[s : s + each] for row in last], cache), logits="all", chunk=chunk)
-            .argmax(-1)
-            .cpu()
-            for s in range(0, max(map(len, last)), each)
-        ],
-        1,
-    )
-    best = [row[: len(a.answer)].tolist() for row, a in zip(chosen, asked)]
-    right = [
-        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, a.answer))) for row, a in zip(best, asked)
-    ]
-    return [row[: n + 1] for row, n in zip(best, right)]
-
-
-def _ragged(rows: list[list[int]], cache) -> tuple:
-    """Arguments of `append`: ids int64 [B, T] padded to the longest row, the cache, each row's count."""
-    counts = [len(row) for row in rows]
-    ids = torch.zeros((len(rows), max(counts)), dtype=torch.int64)
-    for b, row in enumerate(rows):
-        ids[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    return ids, cache, counts
-
-
-def hidden(model: CausalLM, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, seed: int) -> list[Asked]:
-    """Needles at depths spread evenly over all places that are further from the question than windows alone reach."""
-    beyond, asked = reach(model), []
-    for i in range(trials):
-        depth = (i + 0.5) / trials * (length - beyond) / length
-        rng = Random(f"{seed}:{length}:{i}")
-        asked.append(
-            Asked(*needle_trial(rng, tokenizer, text, length, depth, beyond, model.config.bos_token_id), depth=depth)
-        )
-    return asked
+def together(
+    model: CausalLM, tokenizer: Tokenizer, text: np.ndarray, length: int, trials: int, each: int, seed: int
+) -> list[Asked]:
+    """Single needles, `each` of them in one context, of which every one is asked by itself. `length` holds the
+    question and what is generated too."""
+    found, bos = [], model.config.bos_token_id
+    for number, at in enumerate(range(0, trials, each)):
+        count, own = min(each, trials - at), f"{seed}:{number}" if number else seed
+        found += planted(tokenizer, text, length - QUESTION, count, reach(model), bos, own).asked(number)
+    return [replace(a, new=to_generate(a.answer)) for a in found]
 
 
 @dataclass(frozen=True)
@@ -193,6 +91,35 @@ def trials(
             yield haystack, context, asked, lambda text, where=where: say(f"{where}: {text}")
 
 
+def task_trials(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prose: np.ndarray,
+    contexts: Iterable[int],
+    count: int,
+    seed: int,
+    say: Say,
+    tasks: Sequence[str],
+    each: int = 1,
+) -> Iterator[tuple[Task, str, int, list[Asked], Say]]:
+    """(task, haystack, context, `count` trials of it, a `say` that names all three). each: single needles of one
+    context."""
+    for task in map(TASKS.__getitem__, tasks):
+        names = [h for h in HAYSTACKS if (task.prose if h.prose else task.looped)] or [Haystack(task.own, True)]
+        for haystack in names:
+            for context in contexts:
+                if context < task.least + (0 if task.own else reach(model)):
+                    say(f"{task.name} is not asked at {context:,} tokens: too few for it")
+                    continue
+                text = prose if haystack.prose else filler(tokenizer, context)
+                if task.name == "single" and each > 1:
+                    asked = together(model, tokenizer, text, context, count, each, seed)
+                else:
+                    asked = made(model, task, tokenizer, text, context, count, seed)
+                where = f"{task.name}, {haystack.name}, {context} tokens"
+                yield task, haystack.name, context, asked, lambda text, where=where: say(f"{where}: {text}")
+
+
 def found(
     model: CausalLM,
     variants: list[Variant],
@@ -203,34 +130,81 @@ def found(
     limits: Limits,
     say: Say = lambda text: None,
     seed: int = 0,
+    tasks: Sequence[str] = (),
+    each: int = 1,
 ) -> list[dict]:
-    """Needles found by variant, haystack and context, as JSON values; the same `count` trials for every variant."""
+    """Needles found by variant, haystack and context, as JSON values; the same `count` trials for every variant. tasks:
+    those that are asked, with what is generated beside teacher forcing (none: single needles by teacher forcing alone);
+    each: single needles of one context."""
     rows = []
-    for haystack, context, asked, note in trials(model, tokenizer, prose, contexts, count, seed, say):
-        hits = answers(model, variants, asked, limits, note)
-        rows += [row(v, haystack.name, context, asked, hits[v.name]) for v in variants]
+    if not tasks and each == 1:
+        for haystack, context, asked, note in trials(model, tokenizer, prose, contexts, count, seed, say):
+            said = answers(model, variants, asked, limits, note)
+            rows += [row(v, haystack.name, context, asked, hits(asked, said[v.name])) for v in variants]
+        return rows
+    given = model, tokenizer, prose, contexts, count, seed, say, tasks or ("single",), each
+    for task, haystack_name, context, asked, note in task_trials(*given):
+        said = answers(model, variants, asked, limits, note)
+        full = next((said[v.name] for v in variants if v.exact), None)
+        for v in variants:
+            of_task = recalled(tokenizer, asked, said[v.name], full)
+            rows.append(
+                row(v, haystack_name, context, asked, hits(asked, said[v.name])) | {"task": task.name} | of_task
+            )
     return rows
 
 
 def answers(
     model: CausalLM, variants: list[Variant], asked: list[Asked], limits: Limits, say: Say
-) -> dict[str, list[bool]]:
-    """Whether each answer was given, by variant. Where all act in decoding alone, prompts are prefilled once for those
-    that need not see them. A policy that chooses once runs its prompts with their questions, as published: its window
-    is the question."""
+) -> dict[str, list[Said]]:
+    """What is said, by variant. Where all act in decoding alone, prompts are prefilled once for those that need not see
+    them. A policy that chooses once runs its prompts with their questions, as published: its window is the question."""
+    note = lambda v: lambda text: say(f"{v.name}: {text}")
     if not all(v.decode_only for v in variants):
         found = {}
         for variant in variants:
             with variant.on(model):
-                found[variant.name] = answered(model, asked, limits, lambda text: say(f"{variant.name}: {text}"))
+                found[variant.name] = said_by(model, asked, limits, AS_IT_IS, note(variant))[""]
         return found
     ways = {v.name: lambda cache, v=v: v.resumed(model, cache) for v in variants if v.resumable}
-    said = replies_by(model, asked, limits, ways, say, DECODED) if ways else {}
+    said = said_by(model, asked, limits, ways, say, DECODED) if ways else {}
     for variant in variants:
         if not variant.resumable:
+            again = variant.policy.window if isinstance(variant.policy, Observed) else 0
             with variant.on(model):
-                said[variant.name] = replies(model, asked, limits, lambda text: say(f"{variant.name}: {text}"), 1)
-    return {name: [reply == a.answer for a, reply in zip(asked, of)] for name, of in said.items()}
+                said[variant.name] = said_by(model, asked, limits, AS_IT_IS, note(variant), 1, again)[""]
+    return said
+
+
+def hits(asked: list[Asked], said: list[Said]) -> list[bool]:
+    """Whether each answer was given in full, by teacher forcing."""
+    return [one.forced == a.answer for a, one in zip(asked, said, strict=True)]
+
+
+def strings_found(tokenizer: Tokenizer, asked: Asked, said: Said) -> int:
+    """Answers that stand somewhere in what was generated, whatever their case: RULER's string_match_all."""
+    text = tokenizer.decode(said.generated).lower()
+    return sum(answer.lower() in text for answer in asked.answers)
+
+
+def recalled(tokenizer: Tokenizer, asked: list[Asked], said: list[Said], full: list[Said] | None) -> dict:
+    """Figures of what was generated. recall: mean over trials of the share of answers found. full: what full attention
+    said (None: not run). solved: whether its answers found, bounded below, are more than chance; otherwise the
+    task says nothing about what is held against it."""
+    share = lambda said: [strings_found(tokenizer, a, one) / len(a.answers) for a, one in zip(asked, said, strict=True)]
+    mean = lambda values: sum(values) / len(values)
+    mine, number = share(said), sum(len(a.answers) for a in asked)
+    chance, best = mean([a.chance for a in asked]), None if full is None else share(full)
+    count = lambda shares: round(sum(s * len(a.answers) for s, a in zip(shares, asked)))
+    return {
+        "answers": number,
+        "answers_found": count(mine),
+        "recall": mean(mine),
+        "recall_full": None if best is None else mean(best),
+        "solved": None if best is None else lower_bound(count(best), number) > chance,
+        "chance": chance,
+        "evidence": mean([sum(end - start for start, end in a.evidence) for a in asked]),
+    }
 
 
 def row(variant: Variant, haystack: str, context: int, asked: list[Asked], hits: list[bool]) -> dict:
@@ -263,6 +237,19 @@ def counted(hits: list[bool]) -> dict:
 
 def depths(asked: list[Asked], hits: list[bool]) -> list[dict]:
     return [{"depth": round(a.depth, 4), "hit": hit} for a, hit in zip(asked, hits)]
+
+
+def unsolved(rows: list[dict]) -> list[str]:
+    """Notes on tasks that full attention does not solve; rows: of `found`."""
+    keys = [(r["task"], r["haystack"], r["context"]) for r in rows if r.get("solved") is False]
+    notes = []
+    for task, haystack, context in dict.fromkeys(keys):
+        r = next(r for r in rows if (r.get("task"), r["haystack"], r["context"]) == (task, haystack, context))
+        notes.append(
+            f"{task} in {haystack} at {context:,} tokens: not solved by full attention (recall {r['recall_full']:.2f}, "
+            f"chance {r['chance']:.1g}): says nothing about the rule"
+        )
+    return notes
 
 
 def why_none(settings: Settings, text: Text) -> str | None:

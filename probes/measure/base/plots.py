@@ -126,6 +126,27 @@ def needle_maps(panels: dict[str, dict[str, list[dict]]]) -> str:
     return svg(figure)
 
 
+def task_map(rows: list[dict]) -> str:
+    """Recall of tasks in percent: a row a way of reading, a column a task, haystack and context."""
+    from matplotlib.figure import Figure
+
+    columns = list(dict.fromkeys((r["task"], r["haystack"], r["context"]) for r in rows))
+    labels = list(dict.fromkeys(r["variant"] for r in rows))
+    cells = [[float("nan")] * len(columns) for _ in labels]
+    for r in rows:
+        cells[labels.index(r["variant"])][columns.index((r["task"], r["haystack"], r["context"]))] = r["recall"]
+    figure = Figure(figsize=(2.5 + 0.9 * len(columns), 2.2 + 0.3 * len(labels)), layout="constrained")
+    axis = figure.subplots()
+    shaded(axis, cells, 7)
+    axis.set_title("recall of what was generated, %", fontsize=9)
+    names = [f"{task}\n{haystack}\n{context:,}" for task, haystack, context in columns]
+    axis.set_xticks([x + 0.5 for x in range(len(columns))], names, rotation=90)
+    axis.set_yticks([y + 0.5 for y in range(len(labels))], labels)
+    axis.tick_params(labelsize=7)
+    axis.invert_yaxis()
+    return svg(figure)
+
+
 def by_depth(trials: list[dict]) -> tuple[list[float], list[float]]:
     """(middles of the depth bins that have trials, the share found in each)."""
     bins: dict[int, list[bool]] = {}

@@ -48,6 +48,42 @@ FOUND = (
 )
 BOUNDED = (*FOUND, (">at most (97.5 %)", "at_most", percent))
 CHANCE = (">chance", "chance", ".1e")
+SOLVED = {True: "yes", False: "no: says nothing about the rule", None: "not run"}
+
+
+def task_columns(rows: Iterable[dict]) -> tuple[tuple, ...]:
+    """Columns of rows of `dsv4.probes.measure.base.needles.found` beside what was read: of tasks, what was generated
+    comes first."""
+    if not any("task" in row for row in rows):
+        return BOUNDED
+    return (
+        (">recall, generated", "recall", percent),
+        (">by chance", "chance", ".1e"),
+        (">by full attention", "recall_full", percent),
+        ("solved by it", "solved", SOLVED.get),
+        (">answers found", lambda r: f"{r['answers_found']:,} of {r['answers']:,}"),
+        (">whole answers, teacher forced", lambda r: f"{r['hits']} of {r['trials']}"),
+        *BOUNDED[1:],
+    )
+
+
+def task_name(rows: Iterable[dict]) -> tuple[str, ...]:
+    """The column of the task, if rows have any."""
+    return ("task",) if any("task" in row for row in rows) else ()
+
+
+def needle_lines(rows: Iterable[dict], said: Callable[[dict], str]) -> list[str]:
+    """A line of a list a task, haystack and context: what every way of reading found. said: a row of single needles in
+    words; of other tasks the recall is."""
+    lines = []
+    for (task, haystack, context), group in grouped(
+        rows, lambda r: (r.get("task"), r["haystack"], r["context"])
+    ).items():
+        each = "; ".join(f"{escape(r['variant'])}: {said(r) if task is None else percent(r['recall'])}" for r in group)
+        what = "needles" if task is None else task
+        of = f"of {group[0]['trials']} found" if task is None else f"recall of {group[0]['answers']} answers"
+        lines.append(f"- {context:,} tokens, {what} in {escape(haystack)}, {of}: {each}.")
+    return lines
 
 
 def show_table(console: Console, title: str, columns: list[str], rows: list[list[str]]) -> None:

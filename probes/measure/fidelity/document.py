@@ -4,20 +4,21 @@ import time
 
 from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base import logits, needles
+from dsv4.probes.measure.base.asking import DECODED, PASS, Limits
 from dsv4.probes.measure.base.document import Kind
 from dsv4.probes.measure.base.haystack import FORMAT
 from dsv4.probes.measure.base.models import Advance, ModelSubject, Say, family, reach, reads_by_policy
-from dsv4.probes.measure.base.needles import PASS, Limits, best_bound, fitting, why_none
+from dsv4.probes.measure.base.needles import best_bound, fitting, unsolved, why_none
 from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.base.variants import Variant
 from dsv4.probes.measure.fidelity import findability, runs
 from dsv4.probes.measure.fidelity.settings import Settings
 
-KIND = Kind("fidelity", "Fidelity of", "needles and random ids")
+KIND = Kind("fidelity", "Fidelity of", "needles and random ids", revision=".1")
 valid = KIND.valid
 PREFILL = {
     True: "Policies act in decoding alone: every prompt is prefilled densely and exactly; the tokens after it, and the "
-    f"last {needles.DECODED} tokens of a needle's prompt, are run in passes of at most {PASS} tokens under the "
+    f"last {DECODED} tokens of a needle's prompt, are run in passes of at most {PASS} tokens under the "
     "policy. Where a policy chooses once, its window must hold the question, so needles' prompts are prefilled whole.",
     False: "CSA has no dense mode to prefill in: prompts, continuations and needles run with the variant's k from the "
     "first token on, so what a small k loses early is lost to all layers above.",
@@ -93,10 +94,12 @@ def hidden_needles(
     why = why_none(settings, text)
     if why:
         return None, [why]
-    fits, notes = fitting(model, settings.contexts, len(text.ids), ", as many as the text has")
+    fits, notes = fitting(model, settings.asked, len(text.ids), ", as many as the text has")
     notes.append(best_bound(settings.needles, "a haystack and context"))
     backend = text.tokenizer.backend
-    rows = needles.found(model, variants, backend, text.ids, fits, settings.needles, limits, say, settings.seed)
+    how = settings.seed, settings.tasks, settings.together
+    rows = needles.found(model, variants, backend, text.ids, fits, settings.needles, limits, say, *how)
+    notes += unsolved(rows)
     return {"format": FORMAT, "beyond": reach(model), "trials": settings.needles, "rows": rows}, notes
 
 

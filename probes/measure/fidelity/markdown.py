@@ -2,7 +2,17 @@
 
 from dsv4.probes.measure.base.logits import CONFIDENT
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
-from dsv4.probes.measure.base.tables import BOUNDED, CHANCE, CONTEXT, LAYER, Table, grouped, percent, table_of
+from dsv4.probes.measure.base.tables import (
+    CHANCE,
+    CONTEXT,
+    LAYER,
+    Table,
+    needle_lines,
+    percent,
+    table_of,
+    task_columns,
+    task_name,
+)
 from dsv4.probes.report.markdown import escape
 
 REMARKS = f"""Everything is held against the exact run of the same weights in the same numerics. Agreement: both \
@@ -60,16 +70,8 @@ def _reading(document: dict) -> str:
             f"nats; perplexity {r['perplexity']:.4g} against {r['perplexity_exact']:.4g}{said}.{vacuous}"
         )
     asked = (document["needles"] or {"rows": []})["rows"]
-    for (context, haystack, trials), group in grouped(
-        asked, lambda r: (r["context"], r["haystack"], r["trials"])
-    ).items():
-        each = [
-            f"{escape(r['variant'])}: {r['hits']} ({percent(r['at_least'])} … {percent(r['at_most'])})" for r in group
-        ]
-        lines.append(
-            f"- {context:,} tokens, needles in {escape(haystack)}, of {trials} found (bounds): {'; '.join(each)}."
-        )
-    return "\n".join(lines)
+    bounded = lambda r: f"{r['hits']} ({percent(r['at_least'])} … {percent(r['at_most'])})"
+    return "\n".join(lines + needle_lines(asked, bounded))
 
 
 def _most(variant: dict) -> str:
@@ -157,8 +159,9 @@ def findability(document: dict) -> Table:
 
 
 def needles(document: dict) -> Table:
-    status = "status", "status", str
-    return table_of(document["needles"]["rows"], "haystack", CONTEXT, "variant", status, *BOUNDED, CHANCE)
+    rows, tasks = document["needles"]["rows"], task_name(document["needles"]["rows"])
+    what = *tasks, "haystack", CONTEXT, "variant", ("status", "status", str)
+    return table_of(rows, *what, *task_columns(rows), *(() if tasks else (CHANCE,)))
 
 
 def _about(needles: dict) -> str:

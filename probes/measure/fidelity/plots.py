@@ -10,6 +10,7 @@ from dsv4.probes.measure.base.plots import (
     numbers,
     share_axis,
     svg,
+    task_map,
 )
 from dsv4.probes.measure.base.tables import grouped
 
@@ -23,7 +24,10 @@ def draw(document: dict) -> dict[str, str]:
     if document["findability"]:
         found["Findability"], found["By layer"] = _findability(document), _by_layer(document)
     if document["needles"] and document["needles"]["rows"]:
-        found["Needles"] = _needles(document["needles"]["rows"])
+        rows = document["needles"]["rows"]
+        found["Needles"] = _needles([r for r in rows if r.get("task", "single") == "single"] or rows)
+        if "task" in rows[0]:
+            found["Tasks"] = task_map(rows)
     return found
 
 

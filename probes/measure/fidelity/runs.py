@@ -7,9 +7,9 @@ import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.model.causal import CausalLM
+from dsv4.probes.measure.base.asking import PASS, Limits
 from dsv4.probes.measure.base.logits import Positions, exact_prefixes, joined, positions
 from dsv4.probes.measure.base.models import Advance, Say
-from dsv4.probes.measure.base.needles import PASS, Limits
 from dsv4.probes.measure.base.variants import Variant
 
 HELD = 1 << 30  # bytes of the exact run's logits that exist at once

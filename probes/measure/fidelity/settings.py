@@ -1,5 +1,6 @@
 """How much is measured, and where."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -8,6 +9,7 @@ from dsv4.model.gqa.choice import NAMES
 from dsv4.probes.measure.base import settings as base
 from dsv4.probes.measure.base.models import reads_by_policy
 from dsv4.probes.measure.base.settings import QUESTION, refuse_idle
+from dsv4.probes.measure.base.tasks import beyond_context, settled
 from dsv4.probes.measure.base.variants import Variant, csa_variants, policy_variants
 
 LEAST_BUDGET = 4  # blocks: sink, local, and one to choose
@@ -16,19 +18,36 @@ LEAST_BUDGET = 4  # blocks: sink, local, and one to choose
 @dataclass(frozen=True, kw_only=True)
 class Settings(base.Settings):
     """tail: last tokens of each row that are predicted; new: greedy tokens after each prompt; needles: by variant,
-    haystack and context; queries: last ones of each context whose selection is looked at."""
+    haystack and context; queries: last ones of each context whose selection is looked at. asked: contexts that needles
+    are hidden in; tasks: of `dsv4.probes.measure.base.tasks`; together: single needles of one context."""
 
     effort: str
     tail: int
     new: int
     queries: int
-    SHOWN: ClassVar = ("effort", "contexts", "rows", "tail", "new_tokens", "needles", "queries", "seed")
-    FIELDS: ClassVar = {"new_tokens": "new"}
+    asked: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ()
+    together: int = 1
+    SHOWN: ClassVar = (
+        "effort",
+        "contexts",
+        "rows",
+        "tail",
+        "new_tokens",
+        "needles",
+        "needle_contexts",
+        "tasks",
+        "needles_a_haystack",
+        "queries",
+        "seed",
+    )
+    FIELDS: ClassVar = {"new_tokens": "new", "needle_contexts": "asked", "needles_a_haystack": "together"}
 
     @property
     def longest(self) -> int:
         """Tokens that any cache is made for at most."""
-        return self.contexts[-1] + max(2 * QUESTION, self.new)
+        beyond = beyond_context(self.tasks, self.together)
+        return max(self.contexts[-1] + max(2 * QUESTION, self.new), *(n + beyond for n in self.asked), 0)
 
 
 EFFORTS = {  # a laptop's processor reads the demo checkpoint in about one, five and forty minutes
@@ -40,7 +59,16 @@ EFFORTS = {  # a laptop's processor reads the demo checkpoint in about one, five
 }
 
 
-def settle(model, effort: str, contexts: list[int] | None, seed: int, **given: int | None) -> Settings:
+def settle(
+    model,
+    effort: str,
+    contexts: list[int] | None,
+    seed: int,
+    asked: list[int] | None = None,
+    tasks: Sequence[str] = (),
+    together: int = 1,
+    **given: int | None,
+) -> Settings:
     """The settings of an effort, with what was given instead. Raises InputError for what cannot be measured."""
     if effort not in EFFORTS:
         raise InputError(f"--effort is {effort!r}; expected one of {', '.join(EFFORTS)}")
@@ -48,10 +76,16 @@ def settle(model, effort: str, contexts: list[int] | None, seed: int, **given: i
     chosen = replace(EFFORTS[effort], seed=seed, **{key: value for key, value in given.items() if value is not None})
     room = max(2 * QUESTION, chosen.new)
     contexts = base.ascending(contexts, chosen.contexts, most - room)
-    chosen = replace(chosen, contexts=contexts)
+    tasks = settled(tasks, together, chosen.needles)
+    last = most - beyond_context(tasks, together)
+    chosen = replace(chosen, contexts=contexts, asked=base.ascending(asked, contexts, last), tasks=tasks)
+    chosen = replace(chosen, together=together)
     base.check_least(chosen.about(), rows=1, tail=1, new_tokens=0, needles=0, queries=1)
     why = f"the checkpoint's max_position_embeddings {most}, less {room} for questions and continuations"
     base.check_range(contexts, most - room, why)
+    if asked and chosen.asked[-1] > last:
+        why = "with room for questions" if last < most else "the checkpoint's max_position_embeddings"
+        raise InputError(f"--needle-context {chosen.asked[-1]}: expected {last} tokens at most ({why})")
     if chosen.tail >= contexts[0]:
         raise InputError(f"--tail {chosen.tail} leaves no prompt in a context of {contexts[0]} tokens; expected less")
     return chosen

@@ -4,26 +4,16 @@ The context is read once for each way of reading; a question is appended, answer
 again.
 """
 
-from dataclasses import dataclass
-from random import Random
-
-import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from dsv4.errors import InputError
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.model.causal import CausalLM
-from dsv4.probes.measure.base.haystack import (
-    NEAR,
-    TEMPLATES,
-    any_name,
-    any_value,
-    boundaries,
-    chance_of_a_guess,
-    encode,
-)
-from dsv4.probes.measure.base.needles import Asked, Limits, counted, depths
+from dsv4.probes.measure.base.asking import Asked, Limits
+from dsv4.probes.measure.base.haystack import chance_of_a_guess, encode
+from dsv4.probes.measure.base.needles import counted, depths
+from dsv4.probes.measure.base.planting import Planted as Planted
+from dsv4.probes.measure.base.planting import planted as planted
 from dsv4.probes.measure.sparse_prefill.reading import Reading, cut_by
 
 FACT = "\nThe capital of {0} is"
@@ -52,49 +42,6 @@ FACTS = {  # what a model may know by heart; single words, each the capital of o
     "Cuba": "Havana",
     "Peru": "Lima",
 }
-
-
-@dataclass(frozen=True)
-class Planted:
-    """context: ids, BOS first; questions: prompts without the context, answers, depths 0 … 1 of what states them."""
-
-    context: list[int]
-    questions: list[Asked]
-
-
-def planted(
-    tokenizer: Tokenizer, text: np.ndarray, length: int, count: int, beyond: int, bos: int | None, seed: int
-) -> Planted:
-    """`count` needles of different names, at depths spread evenly, in a context of exactly `length` tokens; at least
-    `beyond` tokens follow the last. Each stands at a sentence's end, if there is one nearby. Raises InputError for a
-    context or a text too short for that."""
-    rng, ends = Random(f"{seed}:{length}:{count}"), boundaries(tokenizer)
-    names: dict[str, None] = {}
-    while len(names) < count:
-        names.setdefault(any_name(rng))
-    stated = [(rng.choice(TEMPLATES), name, any_value(rng)) for name in names]
-    needles = [encode(tokenizer, template.statement(name, value)) for template, name, value in stated]
-    room = length - sum(map(len, needles)) - (bos is not None)
-    if room <= beyond or len(text) < room:
-        raise InputError(
-            f"{count} needles in {length} tokens leave {room} to fill from a text of {len(text)}; expected more than "
-            f"the {beyond} behind the last needle, and no more than the text has: fewer --needles, other "
-            "--asked-context, or a longer --text"
-        )
-    begin = rng.randint(0, len(text) - room)
-    words = text[begin : begin + room].tolist()
-    context, done, depths = [] if bos is None else [bos], 0, []
-    for i, needle in enumerate(needles):
-        place = round((i + 0.5) / count * (room - beyond))
-        place = next((p for p in range(place, max(done, place - NEAR), -1) if ends[words[p - 1]]), place)
-        context += [*words[done:place], *needle]
-        depths.append((len(context) - len(needle)) / length)
-        done = place
-    questions = [
-        Asked(encode(tokenizer, template.prompt(name)), encode(tokenizer, f" {value}"), depth)
-        for (template, name, value), depth in zip(stated, depths)
-    ]
-    return Planted([*context, *words[done:]], questions)
 
 
 def facts(tokenizer: Tokenizer) -> list[Asked]:

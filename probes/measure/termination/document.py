@@ -4,15 +4,15 @@ import time
 
 from dsv4.kernels.block_choice import Policy
 from dsv4.loaders.expected import preset
+from dsv4.probes.measure.base.asking import Limits
 from dsv4.probes.measure.base.document import Kind
 from dsv4.probes.measure.base.models import ModelSubject, Say, family, reads_by_policy
-from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.text import Text, rows_of
 from dsv4.probes.measure.termination import measure
 from dsv4.probes.measure.termination.settings import WHOLE, Settings
 from dsv4.probes.oracle import kinds
 
-KIND = Kind("termination", "Run-time termination on", "needles", revision=".1")
+KIND = Kind("termination", "Run-time termination on", "needles", revision=".2")
 valid = KIND.valid
 # of tiles: what must be skipped, when probing costs up to 2 % of the time and tiles are fetched ahead of it
 PAYS = 0.1

@@ -1,7 +1,18 @@
 """The measurement for people: what was found, then every figure, then where it comes from."""
 
 from dsv4.probes.measure.base.markdown import page, paragraph, pictures, section
-from dsv4.probes.measure.base.tables import BOUNDED, CONTEXT, LAYER, Table, grouped, percent, shown, table_of
+from dsv4.probes.measure.base.needles import unsolved
+from dsv4.probes.measure.base.tables import (
+    CONTEXT,
+    LAYER,
+    Table,
+    needle_lines,
+    percent,
+    shown,
+    table_of,
+    task_columns,
+    task_name,
+)
 from dsv4.probes.measure.termination.document import FAITHFUL, PAYS, idle
 from dsv4.probes.report.markdown import escape
 
@@ -67,11 +78,9 @@ def _reading(document: dict) -> str:
             f"{percent(r['skipped_oracle_shared'])}), relative error {mean} in the mean, {most} at the 99th "
             f"percentile. {verdict}"
         )
-    needles = grouped(document["needles"] or [], lambda r: (r["haystack"], r["context"]))
-    for (haystack, context), group in needles.items():
-        each = "; ".join(f"{escape(r['variant'])}: {r['hits']}" for r in group)
-        lines.append(f"- {context:,} tokens, needles in {escape(haystack)}, of {group[0]['trials']} found: {each}.")
-    return "\n".join(lines)
+    rows = document["needles"] or []
+    lines += needle_lines(rows, lambda r: str(r["hits"]))
+    return "\n".join([*lines, *(f"- **{escape(note)}.**" for note in unsolved(rows))])
 
 
 # ---- tables, which the terminal shows too ---------------------------------------------------------
@@ -213,4 +222,6 @@ def geometries(document: dict) -> Table:
 
 def needles(document: dict) -> Table:
     rule = lambda tau: "read to the end" if tau is None else f"τ = {tau:g}"
-    return table_of(document["needles"], "haystack", CONTEXT, ("policy", "order"), ("rule", "tau", rule), *BOUNDED)
+    rows = document["needles"]
+    what = *task_name(rows), "haystack", CONTEXT, ("policy", "order"), ("rule", "tau", rule)
+    return table_of(rows, *what, *task_columns(rows))

@@ -11,10 +11,10 @@ from dsv4.kernels.grouped_attention.termination import Termination
 from dsv4.model.attention import HCAAttention
 from dsv4.model.causal import CausalLM
 from dsv4.probes.measure.base import needles
+from dsv4.probes.measure.base.asking import Limits
 from dsv4.probes.measure.base.attending import attending, kept_once, longest_window, observing
 from dsv4.probes.measure.base.mass import watched as watched_csa
 from dsv4.probes.measure.base.models import Say, reads_by_policy
-from dsv4.probes.measure.base.needles import Limits
 from dsv4.probes.measure.base.variants import Variant, of_policy
 from dsv4.probes.measure.termination import orders
 from dsv4.probes.measure.termination.settings import Settings, rules
@@ -153,7 +153,8 @@ def hidden_needles(
     choices = [None, settings.rule, *(dataclasses.replace(settings.rule, tau=tau) for tau in settings.looser)]
     variants = {terminated(p, rule).name: (terminated(p, rule), p, rule) for p in policies for rule in choices}
     ways = [variant for variant, *_ in variants.values()]
-    rows = needles.found(model, ways, tokenizer, prose, settings.asked, settings.needles, limits, say, settings.seed)
+    how = settings.seed, settings.tasks, settings.together
+    rows = needles.found(model, ways, tokenizer, prose, settings.asked, settings.needles, limits, say, *how)
     tau = lambda rule: None if rule is None else rule.tau
     about = {name: {"order": name_of(policy), "tau": tau(rule)} for name, (_, policy, rule) in variants.items()}
     return [row | about[row["variant"]] for row in rows]

@@ -1,6 +1,6 @@
 """The figures as SVG documents; dsv4.probes.measure.base.plots says whether they can be drawn."""
 
-from dsv4.probes.measure.base.plots import canvas, column, finished, legend, logarithmic, share_axis, svg
+from dsv4.probes.measure.base.plots import canvas, column, finished, legend, logarithmic, share_axis, svg, task_map
 from dsv4.probes.measure.base.tables import grouped
 from dsv4.probes.measure.termination.markdown import SWEPT, longest
 
@@ -15,7 +15,8 @@ def draw(document: dict) -> dict[str, str]:
         "By layer": _layers(document),
     }
     if document["needles"]:
-        found["Needles"] = _needles(document["needles"])
+        tasks = "task" in document["needles"][0]
+        found["Tasks" if tasks else "Needles"] = (task_map if tasks else _needles)(document["needles"])
     return found
 
 

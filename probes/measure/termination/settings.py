@@ -1,5 +1,6 @@
 """How much is measured, and by which rules."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from dsv4.kernels.grouped_attention.termination import Termination
 from dsv4.probes.measure.base import settings as base
 from dsv4.probes.measure.base.models import reach, reads_by_policy
 from dsv4.probes.measure.base.settings import QUESTION
+from dsv4.probes.measure.base.tasks import beyond_context, settled
 from dsv4.probes.measure.base.variants import policy_variants
 
 SWEEPS = {
@@ -33,15 +35,28 @@ ENTRY_TILE = 16
 class Settings(base.Settings):
     """queries: last ones of each context that are walked; needles: by variant, haystack and context; rule: what is
     measured, in tiles of `tile` tokens, or rows of CSA and HCA; looser: further τ that needles are asked under; asked:
-    contexts in which they are."""
+    contexts in which they are; tasks: of `dsv4.probes.measure.base.tasks`; together: single needles of one context."""
 
     queries: int
     rule: Termination
     tile: int
     looser: tuple[float, ...]
     asked: tuple[int, ...]
-    SHOWN: ClassVar = ("contexts", "rows", "queries", "needles", "rule", "looser", "needle_contexts", "seed")
-    FIELDS: ClassVar = {"needle_contexts": "asked"}
+    tasks: tuple[str, ...] = ()
+    together: int = 1
+    SHOWN: ClassVar = (
+        "contexts",
+        "rows",
+        "queries",
+        "needles",
+        "rule",
+        "looser",
+        "needle_contexts",
+        "tasks",
+        "needles_a_haystack",
+        "seed",
+    )
+    FIELDS: ClassVar = {"needle_contexts": "asked", "needles_a_haystack": "together"}
 
     def about(self) -> dict:
         return super().about(rule=asdict(self.rule) | {"tile": self.tile})
@@ -65,6 +80,8 @@ def settle(
     rule: tuple[Termination, int],
     looser: list[float],
     asked: list[int] | None,
+    tasks: Sequence[str] = (),
+    together: int = 1,
     **given: int,
 ) -> Settings:
     """rule: of `rule_of`; given: fields of `Settings`. Raises InputError for what cannot be measured."""
@@ -81,6 +98,8 @@ def settle(
             "--needles: terminated attention of CSA and HCA is walked, not run, so no needle can be asked for; "
             "pass --needles 0"
         )
+    tasks = settled(tasks, together, needles)
+    most += 2 * QUESTION - beyond_context(tasks, together)
     asked = base.ascending(asked, contexts, most) if needles else ()
     least = reach(model) + QUESTION
     if needles and not least < asked[0] <= asked[-1] <= most:
@@ -89,7 +108,16 @@ def settle(
             f"{least - QUESTION} tokens or more before their questions"
         )
     ruled, tile = rule
-    return Settings(contexts=contexts, rule=ruled, tile=tile, looser=tuple(looser), asked=asked, **given)
+    return Settings(
+        contexts=contexts,
+        rule=ruled,
+        tile=tile,
+        looser=tuple(looser),
+        asked=asked,
+        tasks=tasks,
+        together=together,
+        **given,
+    )
 
 
 def orders_of(model, names: list[str] | None, budgets: list[int | float] | None) -> list[Policy]:
