@@ -274,3 +274,24 @@ def test_stops_under_a_choice_made_after_the_prompt(row):
     full, _ = gather_attention(*row[:3], listed, start, None, SCALE, 1, Termination(tau=0, tile=64))
     error = (out - full)[0].view(5 * KV, H // KV, D).norm(dim=-1)
     assert torch.allclose(at(found.left, stop.view(-1, 1).expand(-1, H // KV)).float(), error, atol=1e-5)
+
+
+def test_walks_of_several_queries_are_those_of_each(row, monkeypatch):
+    """At once, or one at a time, as memory allows; also where queries have different numbers of tiles. On another
+    device nothing is left on it."""
+    q, keys, values, start = row
+    start = torch.tensor([126])  # queries before and behind a tile's end
+    for policy in (dense(), POLICIES["sink+window"](128, block=16)):
+        together = orders.heads(q, keys, values, start, SCALE, policy, 64)
+        monkeypatch.setattr(orders, "AT_ONCE", (1, 1))
+        alone = orders.heads(q, keys, values, start, SCALE, policy, 64)
+        monkeypatch.undo()
+        for name in ("tiles", "moved", "turned", "changed", "veered", "left", "astray", "mass", "size"):
+            a, b = getattr(together, name), getattr(alone, name)
+            assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-12, atol=1e-14), name
+        assert together.tiles.tolist() == [2, 2] * 2 + [3, 3] * 3 if policy.dense else together.tiles.max() == 2
+        one = orders.heads(q[:, :1], keys, values, start, SCALE, policy, 64)
+        assert torch.allclose(one.moved, together.moved[:KV, :, : one.moved.shape[-1]], rtol=1e-12)
+        # beyond its last tile a query repeats it, as one by itself does when walks are joined
+        short = together.tiles < together.tiles.max()
+        assert torch.equal(together.moved[short][..., -1], together.moved[short][..., -2])

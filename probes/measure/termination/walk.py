@@ -35,21 +35,34 @@ def walk(logits: torch.Tensor, values: torch.Tensor, sink: torch.Tensor | None =
     logits [G, n, tile], −inf where nothing is (each tile has something); values [n, tile, D]; sink [G]: a logit with no
     value, which is there before the first tile (None: none).
     """
+    tiles = torch.tensor([logits.shape[1]], device=logits.device)
+    return together(logits.unsqueeze(0), values.unsqueeze(0), tiles, sink)
+
+
+def together(logits: torch.Tensor, values: torch.Tensor, tiles: torch.Tensor, sink: torch.Tensor | None = None) -> Walk:
+    """The walks of N queries, in fp64 on the device of `logits`; what is found is on the host.
+
+    logits [N, G, n, tile], values [N, n, tile, D] and sink [G] as `walk` takes them, of each query in its first `tiles`
+    int64 [N] tiles (one at least). Beyond these, logits are −inf, and values finite.
+    """
     logits, values = logits.double(), values.double()
     top = logits.amax((-2, -1), keepdim=True)
     if sink is not None:
         top = torch.maximum(top, sink.double().view(-1, 1, 1))
     p = (logits - top).exp()
     first = 0 if sink is None else (sink.double().view(-1, 1, 1) - top).exp()[..., 0]
-    mass = p.sum(-1).cumsum(-1) + first  # [G, n]
-    o = torch.einsum("gnt,ntd->gnd", p, values).cumsum(1) / mass.unsqueeze(-1)
-    x, last, nothing = o[..., probed_channels(o.shape[-1])], o[:, -1:], torch.full_like(mass[:, :1], torch.inf)
-    moved = torch.cat((nothing, (x[:, 1:] - x[:, :-1]).norm(dim=-1)), -1)
-    turned = torch.cat((nothing, _turn(x[:, 1:], x[:, :-1])), -1)
-    changed = torch.cat((nothing, (o[:, 1:] - o[:, :-1]).norm(dim=-1)), -1)
-    veered = torch.cat((nothing, _turn(o[:, 1:], o[:, :-1])), -1)
-    found = moved, turned, changed, veered, (o - last).norm(dim=-1), _turn(o, last), mass, last[:, 0].norm(dim=-1)
-    return Walk(torch.tensor([logits.shape[1]]), *(t.unsqueeze(0) for t in found))
+    mass = p.sum(-1).cumsum(-1) + first  # [N, G, n]
+    o = torch.einsum("bgnt,bntd->bgnd", p, values).cumsum(2) / mass.unsqueeze(-1)
+    last, nothing = o[:, :, -1:], torch.full_like(mass[..., :1], torch.inf)
+    x = o[..., probed_channels(o.shape[-1]).to(o.device)]
+    moved = torch.cat((nothing, (x[:, :, 1:] - x[:, :, :-1]).norm(dim=-1)), -1)
+    turned = torch.cat((nothing, _turn(x[:, :, 1:], x[:, :, :-1])), -1)
+    changed = torch.cat((nothing, (o[:, :, 1:] - o[:, :, :-1]).norm(dim=-1)), -1)
+    veered = torch.cat((nothing, _turn(o[:, :, 1:], o[:, :, :-1])), -1)
+    found = moved, turned, changed, veered, (o - last).norm(dim=-1), _turn(o, last), mass
+    at = torch.minimum(torch.arange(mass.shape[-1], device=tiles.device), tiles.unsqueeze(-1) - 1).unsqueeze(1)
+    found = (t.gather(-1, at.expand_as(t)).cpu() for t in found)
+    return Walk(tiles.cpu(), *found, last[:, :, 0].norm(dim=-1).cpu())
 
 
 def _turn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
