@@ -17,11 +17,21 @@ times a GQA model instead: dense steps and those of the policy at each budget in
 bench_decode_gqa_<device>.json and .md after each batch and context. A shape whose weights and caches do not fit is
 measured with as many layers as do, and the reason is written in bytes. `dsv4 regime steps` fits the cost model of whole
 steps to the JSON.
+
+    python scripts/bench_decode.py --dummy-weights llama-8b --sweep [--context 8K,32K] [--batch 1,8,32,4,16,2]
+    [--retention 0.8,0.2] [--rule tau=1e-5,phi=1e-3,patience=5] [--seconds 520]
+
+times a token of a GQA model against batch: full attention, and every policy at each retention, to the end and with
+each rule of stopping early. Predictions are written before anything is timed, and files after every row, so a run that
+is killed keeps what it has. Batches are measured in the order given; what does not fit, and what would begin after
+--seconds, is said. Writes bench_decode_sweep_<device>.json, .md and .svg. --device cpu runs all rows on a host (small
+widths, --backend cpu).
 """
 
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +39,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.bench import decode_gqa, decode_report, report
+from scripts.bench import decode_gqa, decode_report, decode_sweep, decode_sweep_report, report
 from scripts.bench.decode import STEPS, measure_point, profile_point, transformers_eager
 from scripts.bench.decode_prefill import measure_prefill
 from scripts.bench.timing import Clock, measure_machine
@@ -45,6 +55,7 @@ def arguments() -> argparse.Namespace:
     from dsv4.units import parse_count
 
     counts = lambda text: [parse_count(part) for part in text.split(",")]
+    shares = lambda text: [float(part) for part in text.split(",")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dummy-weights", default="flash", choices=("flash", "pro", *GEOMETRIES))
     parser.add_argument("--layers", type=int, default=None, help="16 of flash and pro, else all")
@@ -54,8 +65,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--attention-tokens", default="4096", help="4096, or 8b,16b,32b; of snapkv and pyramidkv a share: 0.2"
     )
-    parser.add_argument("--context", type=counts, default=counts("8K,128K,1M"))
-    parser.add_argument("--batch", type=counts, default=[1, 8])
+    parser.add_argument("--context", type=counts, help="default: 8K,128K,1M; of a sweep 8K,32K")
+    parser.add_argument("--batch", type=counts, help="default: 1,8; of a sweep 1,8,32,4,16,2")
+    parser.add_argument("--sweep", action="store_true", help="of a GQA model: time against batch, all policies")
+    parser.add_argument("--retention", type=shares, default=[0.8, 0.2], help="shares of the context, of a sweep")
+    parser.add_argument(
+        "--rule", action="append", metavar="RULE", help="of stopping early, of a sweep; several times: each"
+    )
+    parser.add_argument("--seconds", type=float, default=520, help="of a sweep: begin nothing later")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="of a sweep")
     parser.add_argument("--numerics", default="native")
     parser.add_argument("--backend", default="triton")
     parser.add_argument("--cache", default="fp8")
@@ -69,17 +87,28 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.gqa = args.dummy_weights in GEOMETRIES
     args.layers = args.layers or (None if args.gqa else 16)
+    args.context = args.context or counts("8K,32K" if args.sweep else "8K,128K,1M")
+    args.batch = args.batch or ([1, 8, 32, 4, 16, 2] if args.sweep else [1, 8])
+    args.rule = args.rule or [decode_sweep.RULE]
+    if args.sweep and not args.gqa:
+        parser.error(f"--sweep is of GQA models: --dummy-weights {', '.join(GEOMETRIES)}")
+    if args.device == "cpu" and not args.sweep:
+        parser.error("--device cpu is of --sweep: decode steps are timed on a CUDA device")
     return args
 
 
 def main() -> int:
-    args = arguments()
+    begun, args = time.monotonic(), arguments()
+    if args.sweep and args.device == "cpu":
+        return sweep(args, None, report.provenance(SCRIPT), begun)
     if not torch.cuda.is_available():
         print("error: decode steps are timed on a CUDA device", file=sys.stderr)
         return 2
     machine, about = measure_machine(Clock()), report.provenance(SCRIPT)
     release()
     args.out = folder(args.out, "decode", args.dummy_weights, machine.device)
+    if args.sweep:
+        return sweep(args, machine, about, begun)
     if args.gqa:
         return policies(args, machine, about)
     transformers, failed = None, []
@@ -193,6 +222,48 @@ class Models:
         """Layers of the whole model, and bytes of its weights."""
         model = self.of(self.args.layers)
         return len(model.layers), model.nbytes
+
+
+def sweep(args: argparse.Namespace, machine, about: dict, begun: float) -> int:
+    """Time of a token against batch. begun: of time.monotonic, when --seconds began."""
+    from dsv4.model.dummy import load_dummy
+
+    device = "cpu" if machine is None else machine.device
+    out = folder(args.out, "decode", args.dummy_weights, device)
+    model = load_dummy(args.dummy_weights, args.layers, args.numerics, args.backend, args.device)
+    cells = [(batch, context) for batch in args.batch for context in args.context]
+    rows = decode_sweep.planned(model, decode_sweep.ATTENTIONS, args.retention, args.rule, cells)
+    setup = {
+        "geometry": args.dummy_weights,
+        "layers": len(model.layers),
+        "numerics": args.numerics,
+        "backend": args.backend,
+        "weight_bytes": model.nbytes,
+        "beta": decode_sweep.BETA,
+        "steps": args.steps,
+    }
+    stem, places = f"bench_decode_sweep_{report.device_slug(device)}", {row.name: i for i, row in enumerate(rows)}
+
+    def written(drawn: bool = False) -> None:
+        found = about, setup, machine, rows
+        contents, text = report.finite(decode_sweep_report.document(*found)), decode_sweep_report.markdown(*found)
+        report.write(out, stem, contents, text, decode_sweep_report.svg(rows, about) if drawn else None)
+
+    def done(row: decode_sweep.Row) -> None:
+        rows[places[row.name]] = row
+        said = row.status if row.step_ms is None else f"{row.step_ms:.3f} ms, predicted {row.predicted_ms:.3f}"
+        print(f"{time.monotonic() - begun:5.0f} s  {row.name}: {said}", flush=True)
+        written()
+
+    written()
+    print(f"predictions of {len(rows)} rows are in {out / stem}.md", flush=True)
+    for cell in cells:
+        mine = [row for row in rows if (row.batch, row.context) == cell]
+        decode_sweep.measure_cell(model, mine, args.steps, done, begun + args.seconds)
+        written(drawn=True)
+    print(decode_sweep_report.markdown(about, setup, machine, rows))
+    failed = [row for row in rows if row.status == decode_sweep.FAILED or not row.clean]
+    return int(bool(failed) or all(row.step_ms is None for row in rows))
 
 
 def attempt(name: str, failed: list[str], found: list, measure: Callable) -> None:

@@ -2,15 +2,18 @@
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
-#                                   gqa_decode first_token counters regime host_tier host_waits; all if none
+#                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier host_waits;
+#                                   all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
 # side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
 # all numerics; together: the same with rows of the batch engine as one batch.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
-# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; first_token: prompts
-# of a whole GQA model, dense and sparse, by length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
+# speculation_text: on the demo's own text. gqa_decode: dense and gathered steps of a GQA model in turns; sweep_llama,
+# sweep_qwen: time of a token against batch, all policies, with and without stopping early, 9 minutes; termination: its report on the small
+# GQA model with the agreement table and needles of 32K haystacks; first_token: prompts of a whole GQA model, dense and sparse, by
+# length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
 # model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
 # after another, because some are timed; each at most LIMIT seconds (default 600). Results go to $OUT, or each to its
 # place in audits/ (scripts/places.py).
@@ -23,7 +26,7 @@ export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode first_token counters regime host_tier host_waits)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier host_waits)
 
 place() {  # KIND SUBJECT: where reports go that dsv4 itself writes
   [ -n "${OUT:-}" ] && echo "$OUT" || "$python" -m scripts.places "$@"
@@ -56,6 +59,10 @@ part() {
     gqa_decode) "$python" scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound --batch 1 --context 128K,1M ${OUT:+--out "$OUT"} ;;
     first_token) "$python" scripts/bench_first_token.py --dummy-weights llama-8b --seconds $((LIMIT * 4 / 5)) ${OUT:+--out "$OUT"} ;;
     counters) "$python" scripts/measure_counters.py --seconds $((LIMIT * 4 / 5)) ${OUT:+--out "$OUT"} ;;
+    sweep_llama | sweep_qwen) width=$([ "$1" = sweep_llama ] && echo llama-8b || echo qwen3-8b)
+      "$python" scripts/bench_decode.py --dummy-weights "$width" --sweep ${OUT:+--out "$OUT/$width"} ;;
+    termination) "$python" -m dsv4 termination demo_gqa --context 2K,4K,8K,32640 --rows 2 --queries 8 --budget 2K --looser 1e-2,1e-1 \
+      --needles 100 --needle-context 32K --needles-a-haystack 100 --device cuda --out "$(place termination demo_gqa)" ;;
     regime) "$python" -m dsv4 regime measure --out "$(place regime gqa)"
       "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$(place regime csa)" ;;
     host_tier) "$python" scripts/bench_host_tier.py ${OUT:+--out "$OUT"} ;;

@@ -106,7 +106,7 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
     for _ in range(ROUNDS):
         for way, graph, mine, seen in zip(ways, graphs, times, found):
             model.attention = way
-            mine += _turn(model, cache, graph, each, seen)
+            mine += timed_steps(model, cache, graph, each, seen)
             cache.rewind(WARM_UP + each)
     points, wall = [], (time.perf_counter() - started) / len(ways)
     for way, mine, seen, capture in zip(ways, times, found, seconds):
@@ -140,16 +140,19 @@ def measure_pair(model, batch: int, context: int, machine: Machine, ways: Sequen
     return Pair(points)
 
 
-def _turn(model, cache, graph, steps: int, seen: dict) -> list[float]:
-    """ms of `steps` steps after a few that are not timed."""
-    ids = torch.randint(0, model.config.vocab_size, (WARM_UP + steps, cache.batch, 1), device=model.device)
-    for fed in ids[:WARM_UP]:
+def timed_steps(model, cache, graph, steps: int, seen: dict, warm_up: int = WARM_UP) -> list[float]:
+    """ms of `steps` steps after `warm_up` that are not timed. seen: what happened in the timed ones is added; on a host
+    only whether all is finite."""
+    if model.device.type != "cuda":
+        return _timed_on_host(model, cache, graph, steps, seen, warm_up)
+    ids = torch.randint(0, model.config.vocab_size, (warm_up + steps, cache.batch, 1), device=model.device)
+    for fed in ids[:warm_up]:
         graph.step(fed)
     torch.cuda.synchronize()
     marks, had = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)], allocations()
     with Compiles() as compiled, counted_syncs() as syncs:
         marks[0].record()
-        for fed, mark in zip(ids[WARM_UP:], marks[1:]):
+        for fed, mark in zip(ids[warm_up:], marks[1:]):
             logits = graph.step(fed)
             mark.record()
     seen["allocations"] += allocations() - had
@@ -158,6 +161,16 @@ def _turn(model, cache, graph, steps: int, seen: dict) -> list[float]:
     torch.cuda.synchronize()
     seen["finite"] &= bool(logits.isfinite().all())
     return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])]
+
+
+def _timed_on_host(model, cache, graph, steps: int, seen: dict, warm_up: int) -> list[float]:
+    found = []
+    for fed in torch.randint(0, model.config.vocab_size, (warm_up + steps, cache.batch, 1)):
+        begun = time.perf_counter()
+        logits = graph.step(fed)
+        found.append((time.perf_counter() - begun) * 1e3)
+    seen["finite"] &= bool(logits.isfinite().all())
+    return found[warm_up:]
 
 
 def document(about: dict, setup: dict, machine: Machine, pairs: Sequence[Pair], failed: Sequence[str]) -> dict:
