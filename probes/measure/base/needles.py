@@ -81,12 +81,17 @@ def trials(
     seed: int,
     say: Say,
     haystacks: tuple[Haystack, ...] = HAYSTACKS,
+    each: int = 1,
 ) -> Iterator[tuple[Haystack, int, list[Asked], Say]]:
-    """(haystack, context, `count` needles in it, a `say` that names both): the same needles whatever is measured."""
+    """(haystack, context, `count` needles in it, a `say` that names both): the same needles whatever is measured. each:
+    needles of one context."""
     for haystack in haystacks:
         for context in contexts:
             text = prose if haystack.prose else filler(tokenizer, context)
-            asked = hidden(model, tokenizer, text, context, count, seed)
+            if each == 1:
+                asked = hidden(model, tokenizer, text, context, count, seed)
+            else:
+                asked = [replace(a, new=0) for a in together(model, tokenizer, text, context, count, each, seed)]
             where = f"needles, {haystack.name}, {context} tokens"
             yield haystack, context, asked, lambda text, where=where: say(f"{where}: {text}")
 
@@ -137,12 +142,12 @@ def found(
     those that are asked, with what is generated beside teacher forcing (none: single needles by teacher forcing alone);
     each: single needles of one context."""
     rows = []
-    if not tasks and each == 1:
-        for haystack, context, asked, note in trials(model, tokenizer, prose, contexts, count, seed, say):
+    if not tasks:
+        for haystack, context, asked, note in trials(model, tokenizer, prose, contexts, count, seed, say, each=each):
             said = answers(model, variants, asked, limits, note)
             rows += [row(v, haystack.name, context, asked, hits(asked, said[v.name])) for v in variants]
         return rows
-    given = model, tokenizer, prose, contexts, count, seed, say, tasks or ("single",), each
+    given = model, tokenizer, prose, contexts, count, seed, say, tasks, each
     for task, haystack_name, context, asked, note in task_trials(*given):
         said = answers(model, variants, asked, limits, note)
         full = next((said[v.name] for v in variants if v.exact), None)

@@ -171,7 +171,7 @@ TASKS = {
 
 
 def settled(names: Sequence[str], together: int, needles: int) -> tuple[str, ...]:
-    """Tasks that are asked, each once; none: single needles without generating, unless several share a context.
+    """Tasks that are asked, each once; none: single needles without generating.
 
     Raises InputError for an unknown task, and for options that would change nothing."""
     unknown = [name for name in names if name not in TASKS]
@@ -183,9 +183,9 @@ def settled(names: Sequence[str], together: int, needles: int) -> tuple[str, ...
         refuse_idle(given, "--needles 0; ask for some")
     if names and "single" not in names and together > 1:
         refuse_idle({"--needles-a-haystack": together}, "tasks other than single, which make a context for each")
-    return tuple(dict.fromkeys(names)) or (("single",) if together > 1 else ())
+    return tuple(dict.fromkeys(names))
 
 
 def beyond_context(tasks: Sequence[str], together: int) -> int:
     """Tokens that a prompt, its answer and what is generated may have beyond the context that was asked for."""
-    return 2 * QUESTION if not tasks or ("single" in tasks and together == 1) else 0
+    return 2 * QUESTION if together == 1 and (not tasks or "single" in tasks) else 0
