@@ -106,18 +106,41 @@ def add_tile(q, k, v, seen, m, l, acc, scale):
 
 
 @triton.jit
-def probe(l, acc, probed, before, norm, tau, cosine, SCALE: tl.constexpr, DIRECTION: tl.constexpr):
-    """(stable int1 [BH], x [BH, DP], x·x [BH]) of the output so far; `before` and `norm` are those of the previous
-    tile."""
+def met_by(base, seen, lowest, p, LISTED: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr):
+    """1 if something of a tile is seen, else 0. The ends of consecutive positions say so; a maximum over `seen` would
+    make the warps wait for each other at every tile."""
+    if LISTED and BLOCK < BN:
+        met = tl.max(seen.to(tl.int32), 0)
+    else:
+        met = ((base <= p) & (base + (BN - 1) > lowest)).to(tl.int32)
+    return met
+
+
+@triton.jit
+def probe(l, acc, probed):
+    """The probed channels of the output so far: [BH, DP], 0 elsewhere."""
     total = tl.sum(l, 1)
-    x = tl.where(probed[None, :], acc / tl.where(total == 0, 1.0, total)[:, None], 0.0)
-    square = tl.sum(x * x, 1)
-    stable = square == square
+    return tl.where(probed[None, :], acc * (1.0 / tl.where(total == 0, 1.0, total))[:, None], 0.0)
+
+
+@triton.jit
+def _added(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def is_stable(x, before, tau, cosine, SCALE: tl.constexpr, DIRECTION: tl.constexpr):
+    """int1 [BH]: whether a probe [BH, DP] is stable after the one before. NaN is not. All four sums are one reduction,
+    because each makes the warps wait for each other."""
+    change = x - before
+    moved, along, square, norm = tl.reduce((change * change, x * before, x * x, before * before), 1, _added)
     if SCALE:  # ‖x⁽ᵗ⁾ − x⁽ᵗ⁻¹⁾‖₂ < τ
-        stable = stable & (tl.sum((x - before) * (x - before), 1) < tau * tau)
-    if DIRECTION:  # 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ
-        stable = stable & (tl.sum(x * before, 1) > cosine * tl.sqrt(square * norm))
-    return stable, x, square
+        stable = moved < tau * tau
+        if DIRECTION:
+            stable = stable & (along > cosine * tl.sqrt(square * norm))
+    else:  # 1 − cos(x⁽ᵗ⁾, x⁽ᵗ⁻¹⁾) < φ
+        stable = along > cosine * tl.sqrt(square * norm)
+    return stable
 
 
 @triton.jit(do_not_specialize=["T", "n", "splits", "window", "patience"])
@@ -202,7 +225,7 @@ def attend(
     read, met = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if ENDS:
         probed = (d < D) & (((d + (D - OFFSET)) * STEP) % D < PROBED)
-        before, norm, streak = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.float32), tl.zeros((BH,), tl.int32)
+        before, streak = tl.zeros((BH, DP), tl.float32), tl.zeros((BH,), tl.int32)
         stopped, running = h >= G, mine > 0
         need = patience + tl.full((), 0, tl.int32)  # the least number of stable units until all heads have stopped
         # Triton (3.7) fails on this as a while loop; a skipped iteration costs a branch
@@ -217,16 +240,19 @@ def attend(
                     v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
                     seen = seen & running
                     m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
-                    met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
+                    here = met_by(base, seen, lowest, p, LISTED, BLOCK, BN)
+                    met = tl.maximum(met, tl.where(running, here, 0))
                     if j % SUB == SUB - 1:  # the end of a unit
                         # something of the unit is seen, and stopping may leave some out
                         if (met > 0) & (j // SUB + need < mine):
-                            stable, x, square = probe(l, acc, probed, before, norm, tau, cosine, SCALE, DIRECTION)
-                            streak = tl.where(stable & (read > 0), streak + 1, 0)
-                            before, norm = x, square
-                            stopped = stopped | (streak >= patience)
-                            need = tl.max(tl.where(stopped, 0, patience - streak), 0)
-                            running = need > 0
+                            x = probe(l, acc, probed)
+                            if read > 0:  # the first unit follows none
+                                stable = is_stable(x, before, tau, cosine, SCALE, DIRECTION)
+                                streak = tl.where(stable, streak + 1, 0)
+                                stopped = stopped | (streak >= patience)
+                                need = tl.max(tl.where(stopped, 0, patience - streak), 0)
+                                running = need > 0
+                            before = x
                         read += met
                         met = tl.full((), 0, tl.int32)
     else:
@@ -239,7 +265,7 @@ def attend(
             v = load_tile(VALUES, base, seen, d, D, DP, LISTED, BLOCK, BN, FP32)
             m, l, acc = add_tile(q, k, v, seen, m, l, acc, scale)
             if ART:
-                met = tl.maximum(met, tl.max(seen.to(tl.int32), 0))
+                met = tl.maximum(met, met_by(base, seen, lowest, p, LISTED, BLOCK, BN))
                 ended = j % SUB == SUB - 1
                 read, met = read + tl.where(ended, met, 0), tl.where(ended, 0, met)
     if ART:
