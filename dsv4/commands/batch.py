@@ -178,8 +178,8 @@ def new_engine(model: CausalLM, asked: Sequence[Request], options: Options, stop
     check_loop(model)
     if model.attention is not None and model.attention.prefill is not None:
         raise InputError(
-            "--prefill-chunks and --loop device were given; prompts of a group are read densely before its launch: leave "
-            "one of them out"
+            "--prefill-chunks and --loop device were given; prompts of a group are read densely before its launch: "
+            "leave one of them out"
         )
     context, policy = context_of(model, asked, options), options.policy or Static(0)
     most, rewind = rounds_in(model.config, context, options.engine.get("drafter"), policy)

@@ -58,7 +58,7 @@ class DeviceBatch(Engine):
         super().__init__(model, cache, context, stop_ids, on_result, clock, drafter, policy, max(most, 1))
         self.most, self.make, self.held = most, make, Allotted(cache, cache.batch)
         self.watch = Grown(self.held)
-        self.steps = self.launches = 0
+        self.steps = self.launches = self.prompts_at_once = 0
         self._seeds: Counter[int] = Counter()
         self._made: dict[tuple[float, float], Rounds] = {}  # by temperature and top_p, which captured rounds contain
 
@@ -78,6 +78,7 @@ class DeviceBatch(Engine):
             made = partial(self._rounds, _drawn(group[0]))
             stepper = DeviceRounds(self.model, self.held, rows, self.drafter, self.most, AHEAD, made)
             advance_all(stepper)
+            self.prompts_at_once = max(self.prompts_at_once, len(group))
             self._count(stepper, len(group))
         finally:
             self.held.close()
@@ -156,7 +157,8 @@ class DeviceBatch(Engine):
     def _counts(self):
         none = dict.fromkeys(("evictions", "prefix_hit_rate", "prefix_hit_tokens"), 0)
         none |= dict.fromkeys(("prefixes_kept", "prefixes_dropped"), 0)
-        return {"steps": self.steps, "launches": self.launches, **none}
+        at_once = {"prompts_at_once": self.prompts_at_once}
+        return {"steps": self.steps, "launches": self.launches, **at_once, **none}
 
 
 class Grown(Watch):
