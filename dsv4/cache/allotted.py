@@ -18,6 +18,8 @@ from dsv4.errors import OutOfPages
 class Allotted(PagedView):
     """The first `rows` rows of `cache`, which no one else may use. They hold nothing until `allot`."""
 
+    piece = BLOCK
+
     def allot(self, tokens: Sequence[int]) -> None:
         """Row b holds no token, and pages for tokens[b] of them, from now on; what rows held before is free. Raises
         OutOfPages if a pool has too few pages; then no row holds any."""

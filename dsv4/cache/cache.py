@@ -108,6 +108,7 @@ class Cache:
     """
 
     shared: tuple[torch.Tensor, ...] = ()
+    piece: int | None = None  # tokens that a row has room for in one step, if that is less than the model's chunk
 
     def __init__(self, layout: Layout, batch: int, max_context: int, max_rewind: int, devices: Sequence[torch.device]):
         self._settle(layout, batch, max_context, max_rewind, devices)

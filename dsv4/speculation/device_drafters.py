@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cache.allotted import Allotted
 from dsv4.cache.cache import Cache, Lengths
-from dsv4.cache.paging import BLOCK
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM
@@ -225,8 +223,8 @@ def primed(
             f"drafter {drafter.name} has no device implementation; expected {MTPDrafter.name} or {LookupDrafter.name}"
         )
     tell = lambda streams, following, known: model.mtp_logits(streams, following, cache, n_new=known, logits="none")
-    pieces = BLOCK if isinstance(cache, Allotted) else None  # rows on pages have room for a page's tokens at once
-    logits, streams = prefill(model, cache, prompts, tell if needs_block(drafter) else None, on_prefill, pieces)
+    told = tell if needs_block(drafter) else None
+    logits, streams = prefill(model, cache, prompts, told, on_prefill, cache.piece)
     tokens = choice.own(logits, torch.tensor(cache.lengths, device=model.device)).squeeze(1)
     if drafter is None:
         return tokens, NoDrafts(len(prompts), model.device)
