@@ -16,7 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (  # from the top: (layer, ((room, what is in it), …))
     (
         "commands",
-        (("dsv4/commands", "a file a command: generate, batch, plan, audit, kernel, recall, fidelity, regime …"),),
+        (
+            ("dsv4/commands", "a file a command: generate, batch, plan, audit, kernel, recall, fidelity, regime …"),
+            ("dsv4/lm_eval", "adapter of lm-evaluation-harness"),
+        ),
     ),
     (
         "probes",
