@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from dsv4.engine.generate import generate
 from dsv4.errors import ContextOverrun, InputError
 from dsv4.kernels.block_choice import dense, sink_window, snapkv
 from dsv4.model.tokenizer import Tokenizer
@@ -277,3 +278,13 @@ def test_a_policy_that_chooses_once_chooses_for_each_question(gqa, many):
         alone = [said_by(gqa, [replace(a, context=None)], Limits(1000, 64), AS_IT_IS, decoded=1)[""][0] for a in many]
         together = said_by(gqa, many, Limits(1000, 64), AS_IT_IS, decoded=1, again=policy.window)[""]
     assert together == alone
+
+
+@pytest.mark.parametrize("policy", [snapkv(96), dense()], ids=lambda p: p.name)
+def test_what_is_generated_is_what_generate_says(gqa, many, policy):
+    """Whose window has the prompt's last token, too."""
+    with of_policy(policy).on(gqa):
+        want = [generate(gqa, a.prompt, a.new).token_ids for a in many]
+        for asked in (many, [replace(a, context=None) for a in many]):
+            said = said_by(gqa, asked, Limits(1000, 64), AS_IT_IS, decoded=1, again=policy.window if policy.once else 0)
+            assert [one.generated for one in said[""]] == want

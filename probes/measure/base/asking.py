@@ -198,43 +198,44 @@ def _tail(asked: list[Asked], decoded: int) -> int:
 
 def _said(model: CausalLM, cache: Cache, asked: list[Asked], chunk: int, decoded: int, tail: int) -> list[Said]:
     """What follows the prompts, whose last `tail` tokens have not yet run."""
-    forced = _decoded(model, cache, asked, chunk, decoded, tail)
+    first, forced = _decoded(model, cache, asked, chunk, decoded, tail)
     if not any(a.new for a in asked):
         return [Said(row, []) for row in forced]
-    cache.rewind([length - len(a.prompt) + 1 for length, a in zip(cache.lengths, asked)])
-    return [Said(row, more) for row, more in zip(forced, _generated(model, cache, asked))]
+    cache.rewind([length - len(a.prompt) for length, a in zip(cache.lengths, asked)])
+    return [Said(row, more) for row, more in zip(forced, _generated(model, cache, asked, first))]
 
 
-def _generated(model: CausalLM, cache: Cache, asked: list[Asked]) -> list[list[int]]:
-    """Greedy tokens after the prompts, of which all but the last token has run."""
-    token, found = torch.tensor([a.prompt[-1:] for a in asked], dtype=torch.int64), []
-    for i in range(max(a.new for a in asked)):
+def _generated(model: CausalLM, cache: Cache, asked: list[Asked], first: torch.Tensor) -> list[list[int]]:
+    """Greedy tokens after the prompts, which have run; first int64 [B, 1]: those after their last tokens."""
+    token, found = first, [first]
+    for i in range(1, max(a.new for a in asked)):
         counts = [int(i < a.new) for a in asked]  # rows that are done have no room in the cache
         token = model.append(token, cache, counts, logits="last").argmax(-1).cpu()
         found.append(token)
     return [row[: a.new].tolist() for row, a in zip(torch.cat(found, 1), asked)]
 
 
-def _decoded(model: CausalLM, cache, asked: list[Asked], chunk: int, decoded: int, tail: int) -> list[list[int]]:
-    """What follows the prompts, whose last `tail` tokens have not yet run."""
+def _decoded(
+    model: CausalLM, cache: Cache, asked: list[Asked], chunk: int, decoded: int, tail: int
+) -> tuple[torch.Tensor, list[list[int]]]:
+    """The tokens after the prompts int64 [B, 1], whose last `tail` tokens have not yet run, and what follows by teacher
+    forcing. A policy that chooses once sees whole prompts, the last token too: then the first answer is exact."""
     for s in range(-tail, -1, PASS):
         model.append(*_ragged([a.prompt[s : min(s + PASS, -1)] for a in asked], cache), logits="none", chunk=chunk)
-    last = [a.prompt[-1:] + a.answer[:-1] for a in asked]
-    each = PASS if decoded else max(map(len, last))
-    chosen = torch.cat(
-        [
-            model.append(*_ragged([row[s : s + each] for row in last], cache), logits="all", chunk=chunk)
-            .argmax(-1)
-            .cpu()
-            for s in range(0, max(map(len, last)), each)
-        ],
-        1,
-    )
+    said = lambda rows, **how: model.append(*_ragged(rows, cache), logits="all", chunk=chunk, **how).argmax(-1).cpu()
+    last, chosen = [a.prompt[-1:] + a.answer[:-1] for a in asked], []
+    if model.attention is not None and model.attention.policy.once:
+        chosen.append(said([row[:1] for row in last], prompt=True))
+        last = [row[1:] for row in last]
+    longest = max(map(len, last))
+    each = PASS if decoded else max(1, longest)
+    chosen += [said([row[s : s + each] for row in last]) for s in range(0, longest, each)]
+    chosen = torch.cat(chosen, 1)
     best = [row[: len(a.answer)].tolist() for row, a in zip(chosen, asked)]
     right = [
         sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, a.answer))) for row, a in zip(best, asked)
     ]
-    return [row[: n + 1] for row, n in zip(best, right)]
+    return chosen[:, :1], [row[: n + 1] for row, n in zip(best, right)]
 
 
 def _ragged(rows: list[list[int]], cache) -> tuple:
