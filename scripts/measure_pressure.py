@@ -5,8 +5,8 @@
                                        [--numerics fp32] [--backend auto] [--device cpu] [--out DIR]
 
 Runs the same requests through the batch engine once a policy and pool. Requests are split in halves by their
-acceptance under the first policy that drafts, so that one split serves all. A policy with ",kept" keeps prefixes that
-no request uses, which the engine drops when something drafts and a pool is under pressure.
+acceptance under the first policy that drafts, so that one split serves all. With ",dropped" after a policy, prefixes
+that no request uses are dropped as soon as more than 85 % of a pool is live, and not only when pages are short.
 
 Fragmentation: the share of the bytes of live pages that holds nothing, mean over the engine's steps. Times: what passes
 cost by a table measured at Flash widths (`--clock costs`), so that the demo on a host decides the tokens and an H100
@@ -17,6 +17,7 @@ Writes pressure_<device>.json and .md.
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dsv4 import load_model
+from dsv4.cache.paging import PRESSURE_PERCENT, under_pressure
 from dsv4.commands.batch import Options, new_pool
 from dsv4.commands.generate import make_drafter
 from dsv4.engine.batch import BatchEngine
@@ -41,6 +43,7 @@ from scripts.places import folder
 SCRIPT = "scripts/measure_pressure.py"
 COSTS = ROOT / "audits/speculation/flash/h100/speculation_costs_h100.json"
 REQUESTS = ROOT / "audits/batch/demo/cpu/shared_prefixes.jsonl"
+DROPPED = ("8,dropped", "4,dropped", "adaptive,dropped", "cost-aware,dropped")
 SAMPLED = 4  # steps between two samples of the fragmentation
 PAGES = (8, 16, 32, 64, 128, 256)  # tokens
 
@@ -53,7 +56,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--policies",
         nargs="+",
-        default=["off", "8", "4", "adaptive", "adaptive:undrafted=decay", "cost-aware", "8,kept", "adaptive,kept"],
+        default=["8", "off", "4", "adaptive", "adaptive:undrafted=decay", "cost-aware", *DROPPED],
     )
     parser.add_argument("--speculate", default="mtp", choices=("mtp", "lookup"))
     parser.add_argument("--rows", type=int, default=8)
@@ -68,14 +71,14 @@ def measure(model, asked: list, policy: str, pool: int, rows: int, drafter: str,
     """One run of the requests: figures of the engine, and of each request what it drafted."""
     # room to rewind whatever the policy: the pools are then the same for all
     cache, ended = new_pool(model, asked, Options(rows, pool_tokens=str(pool), speculate=drafter)), []
-    name, comma, kept = policy.partition(",kept")
+    name, comma, _ = policy.partition(",dropped")
     drafts = {} if name == "off" else {"drafter": make_drafter(drafter), "policy": _policy(name)}
     how = {} if clock is None else {"clock": clock}
     engine, empty = BatchEngine(model, cache, (), on_result=ended.append, **drafts, **how), []
     if clock is not None:
         clock.time(engine.passes)
     if comma:
-        engine._relieve = lambda: None
+        engine._relieve = partial(drop_prefixes, engine)
     for request in asked:
         engine.submit(request)
     while engine.busy:
@@ -86,6 +89,13 @@ def measure(model, asked: list, policy: str, pool: int, rows: int, drafter: str,
         raise failed[0].error
     found = {"figures": engine.figures(), "fragmentation": statistics.mean(empty)}
     return found | {"requests": [_row(r) for r in sorted(ended, key=lambda r: r.id)]}
+
+
+def drop_prefixes(engine: BatchEngine) -> None:
+    """Drop kept prefixes until at most 85 % of each pool is live, where those alone bring it above."""
+    for name, pool in engine.cache.pools.items():
+        if pool.under_pressure and not under_pressure(len(engine.cache.running_pages(name)), pool.pages):
+            engine.prefixes.make_free(name, pool.live - pool.pages * PRESSURE_PERCENT // 100)
 
 
 class Priced:

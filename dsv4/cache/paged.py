@@ -19,7 +19,7 @@ import torch
 from dsv4.cache.cache import DEFAULT_MAX_REWIND, Cache
 from dsv4.cache.layout import Layout
 from dsv4.cache.page_tables import PageTable
-from dsv4.cache.paging import BLOCK, NOWHERE, PagePool, pool_pages
+from dsv4.cache.paging import BLOCK, NOWHERE, PagePool, pool_pages, under_pressure
 from dsv4.cache.streams import zeros
 from dsv4.errors import CapacityError, InputError, OutOfPages, UnsupportedInput
 from dsv4.model.arguments import check_sizes
@@ -324,8 +324,9 @@ class PagedCache(Cache):
 
     @property
     def under_pressure(self) -> bool:
-        """Whether more than 85 % of the pages of some pool are live."""
-        return any(pool.under_pressure for pool in self.pools.values())
+        """Whether rows hold more than 85 % of the pages of some pool. Pages of prefixes that no row uses do not count:
+        they can be had."""
+        return any(under_pressure(len(self.running_pages(name)), pool.pages) for name, pool in self.pools.items())
 
     def figures(self) -> dict[str, dict]:
         """Of each pool: pages, live, shared and draft pages, the most that were live, pressure (live share), and

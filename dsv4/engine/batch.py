@@ -8,7 +8,9 @@ the least recently advanced, among those the last to come. An evicted request wa
 again, in the pieces and passes in which they first ran. Prompts attend densely, whatever policy a GQA model decodes
 with (`model.attention`), unless that says to read them in chunks (`Attention.prefill`): then a piece is `model.chunk`
 tokens, and no prefix is kept or borrowed, because a chunk depends on the memory of the chunks before. Under pressure
-policies draft less. Pressure counts the pages that requests hold: if kept prefixes cause it, they are dropped.
+policies draft less; it counts the pages that requests hold. Drafts take free pages only, so of a pool that kept
+prefixes have filled one page is freed. To drop more of them costs more than drafts gain
+(audits/batch/demo/cpu/pressure_cpu.md).
 
 Results of matrix products depend on the number of rows. So by default each request runs alone in its pieces, and no bit
 of its output depends on other requests or on evictions. `together=True` decodes all rows as one batch instead (a
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dsv4.cache.paged import PagedCache
-from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, under_pressure
+from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.engine.acceptance import Drawn
@@ -141,12 +143,10 @@ class BatchEngine(Engine):
         self._tight = True
 
     def _relieve(self) -> None:
-        """If kept prefixes put a pool under pressure, drop some: drafts are worth more than unused prefixes."""
-        if self.drafter is None:
-            return
-        for name, pool in self.cache.pools.items():
-            if pool.under_pressure and not under_pressure(len(self.cache.running_pages(name)), pool.pages):
-                self.prefixes.make_free(name, pool.live - pool.pages * PRESSURE_PERCENT // 100)
+        """Leave drafts, which take free pages only, a page of each pool that kept prefixes have filled."""
+        for name, pool in self.cache.pools.items() if self.drafter else ():
+            if not pool.free:
+                self.prefixes.make_free(name, 1)
 
     # ---- steps ---------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ def test_policies_and_pools_have_a_row_each(monkeypatch, tmp_path):
     asked = tmp_path / "asked.jsonl"
     lines = [{"id": name, "token_ids": [5 + n, 6, 7] * 4, "max_tokens": 6} for n, name in enumerate("abc")]
     asked.write_text("\n".join(map(json.dumps, lines)))
-    words = ["--requests", str(asked), "--pool-tokens", "256,512", "--policies", "off", "4", "4,kept", "--rows", "2"]
+    words = ["--requests", str(asked), "--pool-tokens", "256,512", "--policies", "off", "4", "4,dropped", "--rows", "2"]
     monkeypatch.setattr("sys.argv", ["measure_pressure.py", *words, "--speculate", "mtp", "--out", str(tmp_path)])
     assert measure_pressure.main() == 0
     found = json.loads((tmp_path / "pressure_cpu.json").read_text())
-    ran = [(pool, policy) for pool in (256, 512) for policy in ("4", "off", "4,kept")]
+    ran = [(pool, policy) for pool in (256, 512) for policy in ("4", "off", "4,dropped")]
     assert [(r["pool"], r["policy"]) for r in found["rows"]] == ran
     assert all(r["tokens"] == 18 and 0 < r["fragmentation"] < 1 for r in found["rows"])
     drafted = [r for r in found["rows"] if r["policy"] != "off"]
