@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         "costs": costs.document(),
         "traces": [{"kind": kind, "name": t.name, **t.provenance} for kind, t in traces],
     }
-    about = report.provenance(SCRIPT)
+    about = {key: value for key, value in report.provenance(SCRIPT).items() if key != "seconds"}  # nothing is timed
     report.write(
         folder(args.out, "speculation", "simulated", "cpu"),
         f"speculation_sim_{stem}",

@@ -153,7 +153,7 @@ def test_every_shape_is_written_when_it_is_measured(monkeypatch, tmp_path):
         **dict(dummy_weights="llama-8b", layers=None, attention="block-bound", attention_tokens="32b,8b,16b"),
         **dict(batch=[1, 8], context=[8192, 1 << 20], numerics="native", backend="triton", steps=8, out=tmp_path),
     )
-    about = dict.fromkeys(("command", "device", "torch", "triton", "commit"), "x")
+    about = dict.fromkeys(("command", "device", "torch", "triton", "commit"), "x") | {"seconds": None}
     machine = Machine("H100", *(1e12,) * 5)
     assert bench_decode.policies(args, machine, about) == 1  # a shape failed
     assert [a[:3] for a in asked] == [(32, 1, 8192), (16, 1, 1 << 20), (32, 8, 8192), (2, 8, 1 << 20)]

@@ -46,13 +46,15 @@ def test_rows_are_predicted_by_their_bytes():
     assert len(rows) == (1 + 2 * 5) * 2 and {r.status for r in rows} == {PENDING}
     of = {(r.attention, r.retention): r for r in rows if r.rule is None}
     weights = m.nbytes - m.embed.weight.nbytes * (1 - 3 / 300)
+    weights += LAYERS * 2 * 3 * 8 * D * 2  # beside them queries and outputs of eight heads
     row = 2 * KV * D * 2  # a token's keys and values in bf16
     assert of["dense", None].bytes == pytest.approx(weights + 3 * LAYERS * C * row, abs=1)
     kept = round(0.2 * C)
     assert of["snapkv", 0.2].bytes == pytest.approx(weights + 3 * LAYERS * kept * (row + 4 * KV), abs=1)
     assert of["pyramidkv", 0.2].tokens == pytest.approx(kept, abs=1)
+    scored = C // 128 - 3  # neither the sink nor the two local blocks
     assert of["block-bound", 0.8].bytes == pytest.approx(
-        weights + 3 * LAYERS * KV * D * 2 * (2 * 6 * 128 + 2 * C // 128), abs=1
+        weights + 3 * LAYERS * KV * D * 2 * (2 * 6 * 128 + 2 * scored), abs=1
     )
     assert of["page-bound", 0.2].tokens == 13 * 16 and of["block-bound", 0.2].tokens == 4 * 128  # its least
     assert all(r.predicted_ms == r.bytes / 3e12 * 1e3 for r in rows) and m.attention.plain
