@@ -45,7 +45,7 @@ class CausalLM(Module):
     """A model that continues token ids. Subclasses define the layers; this class runs them over ragged batches, in
     uniform pieces.
 
-    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define
+    They set `embed`, `head`, `layers`, `mtp` (empty where there is none) and `frequencies`, and define `closing`,
     `cache_layout`, `run`, `captured`, `features`, `layer_paths` and `stream_shape`.
     """
 
@@ -80,8 +80,14 @@ class CausalLM(Module):
         """Shape of one token's residual stream(s) before the head."""
         raise NotImplementedError
 
+    @property
+    def closing(self) -> tuple[Module, ...]:
+        """The modules after the layers that have parameters of their own, in the order they run."""
+        raise NotImplementedError
+
     def cache_layout(self, memory: Any = None):
-        """How its caches lie: a `dsv4.cache.layout.Layout`."""
+        """How its caches lie: a `dsv4.cache.layout.Layout`. Raises InputError for caches in host memory with layers
+        spread over devices."""
         raise NotImplementedError
 
     def page_layout(self):
@@ -104,6 +110,37 @@ class CausalLM(Module):
         """What each layer really read in the last step: `layer`, `kind`, `experts` and `path` as text, and sizes."""
         raise NotImplementedError
 
+    # ---- where it runs -------------------------------------------------------------------
+
+    @property
+    def units(self) -> dict[str, Module]:
+        """The modules that are placed whole, by name, in the order they run. Each parameter belongs to exactly one."""
+        names = {module: name for name, module in self.named_modules()}
+        return {names[unit]: unit for unit in (self.embed, *self.layers, *self.mtp, *self.closing)}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each layer and its cache; the blocks of MTP come after the layers."""
+        return self.layer_devices or [self.device] * (len(self.layers) + len(self.mtp))
+
+    def entering(self, i: int, step: Step, *streams: torch.Tensor) -> tuple[Any, ...]:
+        """The step and the streams on the device of layer i, as `devices` counts."""
+        if self.layer_devices is None:
+            return step, *streams
+        device = self.layer_devices[i]
+        return step.on(device), *(t.to(device) for t in streams)
+
+    def host_memory(self, memory: Any) -> Any:
+        """The `memory` that `new_cache` was given, or else the model's own. Raises InputError if there is one and
+        layers are spread over devices."""
+        memory = memory or self.kv_memory
+        if memory is not None and self.layer_devices is not None:
+            raise InputError(
+                "a cache in host memory was asked for with layers spread over devices; leave out --device-map or "
+                "--kv-memory host"
+            )
+        return memory
+
     # ---- running -------------------------------------------------------------------------
 
     def new_cache(
@@ -124,8 +161,7 @@ class CausalLM(Module):
         """
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
-        devices = self.layer_devices or [self.device] * (len(self.layers) + len(self.mtp))
-        return self.cache_class(self.cache_layout(memory), batch, max_context, max_rewind, devices)
+        return self.cache_class(self.cache_layout(memory), batch, max_context, max_rewind, self.devices)
 
     @torch.inference_mode()
     def append(
@@ -194,8 +230,7 @@ class CausalLM(Module):
     @property
     def cache_form(self) -> Form:
         """The form that a cache must have so that this model can write it."""
-        layers = len(self.layers) + len(self.mtp)
-        return form(self.config, self.numerics, len(self.mtp) > 0, self.layer_devices or [self.device] * layers)
+        return form(self.config, self.numerics, len(self.mtp) > 0, self.devices)
 
     def _check(self, ids, cache: Cache, n_new, logits: str, chunk: int | None) -> list[int]:
         check_logits(logits)

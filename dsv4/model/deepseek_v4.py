@@ -1,7 +1,7 @@
 """The whole model of DeepSeek-V4: blocks between embedding and head, and MTP. `dsv4.model.causal` runs it."""
 
+from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from dsv4.model.block import Block, HyperHead, merged
 from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import RMSNorm
-from dsv4.model.module import fuses
+from dsv4.model.module import Module, fuses
 from dsv4.model.mtp import MTPBlock
 from dsv4.model.numerics import Numerics
 from dsv4.model.rope import frequencies
@@ -67,19 +67,17 @@ class Model(CausalLM):
         """(n, d): residual streams and their width."""
         return self.config.hc_mult, self.config.hidden_size
 
+    @property
+    def closing(self) -> tuple[Module, ...]:
+        return self.hc_head, self.norm, self.head
+
     # ---- running -------------------------------------------------------------------------
 
     def cache_layout(self, memory: HostMemory | None = None) -> LatentLayout:
-        """Raises InputError for entries in host memory with layers spread over devices."""
         given = self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows
-        memory = memory or self.kv_memory
+        memory = self.host_memory(memory)
         if memory is None:
             return LatentLayout(*given)
-        if self.layer_devices is not None:
-            raise InputError(
-                "entries in host memory were asked for with layers spread over devices; leave out --device-map or "
-                "--kv-memory host"
-            )
         operation = bind({"fetch": GQA_OPERATIONS["fetch"]}, self.backend, self.dispatch).fetch
         return StagedLayout(*given, memory, operation)
 
@@ -112,11 +110,10 @@ class Model(CausalLM):
             piece = slice(done, done + tokens)
             cache.make_room(rows, tokens, mtp=True)
             step = Step(next_ids[rows, piece].to(self.device), rows.start, lengths.now[rows], self.rope_frequencies())
-            device = self.layer_devices[len(self.layers) + block] if self.layer_devices else self.device
-            embedded = self.embed(step.ids).to(device, self.numerics.activation)
-            features, after = self.mtp[block](
-                streams[rows, piece].flatten(0, 1).to(device), embedded, step.on(device), cache.mtp_layers[block]
-            )
+            embedded = self.embed(step.ids).to(self.numerics.activation)
+            given = streams[rows, piece].flatten(0, 1).to(self.device)
+            here, given, embedded = self.entering(len(self.layers) + block, step, given, embedded)
+            features, after = self.mtp[block](given, embedded, here, cache.mtp_layers[block])
             out.add(rows, done, tokens, after, features.to(self.device))
             lengths.advance(rows, tokens)
         return out.result()
@@ -173,7 +170,7 @@ class Model(CausalLM):
         streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
         return streams, self.head(y)
 
-    def _layers(self, step: Step, cache: Cache) -> tuple:
+    def _layers(self, step: Step, cache: Cache) -> Sequence[torch.Tensor]:
         """Every layer up to its last write to the streams, in the form of `Block.sublayers`."""
         if fuses(self.op, "embed_streams", self.embed):
             table, dtype = self.embed.weight, self.numerics.activation
@@ -181,11 +178,9 @@ class Model(CausalLM):
         else:
             h = self.embed(step.ids).to(self.numerics.activation)
             streams = h.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
-        pending = (streams,)
-        for block, layer_cache, device in zip(self.layers, cache.layers, self.layer_devices or repeat(None)):
-            here = step
-            if device is not None:
-                pending, here = tuple(t.to(device) for t in pending), step.on(device)
+        pending: Sequence[torch.Tensor] = (streams,)
+        for i, (block, layer_cache) in enumerate(zip(self.layers, cache.layers)):
+            here, *pending = self.entering(i, step, *pending)
             if block.watched:  # a hook sees whole streams
                 pending = (block(merged(self.op, pending), here, layer_cache),)
             else:

@@ -49,7 +49,7 @@ def load_dummy(
     InputError for a name or number of layers that does not exist.
     """
     if name in GEOMETRIES:
-        check_choices(numerics_named(numerics), mtp, False, cache, index_cache)
+        check_choices(numerics_named(numerics), mtp, cache, index_cache)
         model = load_gqa_dummy(
             name,
             layers,

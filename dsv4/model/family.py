@@ -35,20 +35,18 @@ class Asking:
 
 class Family(ABC):
     """name: as `dsv4.loaders.config_files.family_of` gives it; title: for people. takes_attention: whether a policy may
-    decide how much of the cache its steps read; spreads: whether its layers can be spread over devices; succeeds_v32:
-    whether its plan has DeepSeek-V3.2's cache beside it."""
+    decide how much of the cache its steps read; succeeds_v32: whether its plan has DeepSeek-V3.2's cache beside it."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     takes_attention: ClassVar[bool] = False
-    spreads: ClassVar[bool] = False
     succeeds_v32: ClassVar[bool] = False
 
     @abstractmethod
     def read_config(self, raw: Mapping) -> Any:
         """The checked config of config.json in the official form. Raises ConfigError naming the key."""
 
-    def check_choices(self, numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
+    def check_choices(self, numerics: Numerics, mtp: bool | None, cache: str, index_cache: str) -> None:
         """Raises InputError for what such models do not have."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ def load_model(
     max_context: int | None = None,
     mtp: bool | None = None,
     progress: Progress | None = None,
-    device_map: str | None = None,
+    device_map: str | Mapping | None = None,
     max_memory: dict | None = None,
     cache: str = "auto",
     index_cache: str = "auto",
@@ -59,7 +59,7 @@ def load_model(
     target = resolve_device(device)
     choice = numerics_named(numerics)
     family = families.of(inventory)
-    family.check_choices(choice, mtp, device_map is not None, cache, index_cache)
+    family.check_choices(choice, mtp, cache, index_cache)
     if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
     if kv_memory is not None and device_map is not None:
@@ -81,10 +81,11 @@ def load_model(
     if device_map is not None:
         from dsv4.model.offload import spread  # accelerate is slow to import
 
-        return spread(model, device_map, max_memory, target, progress)
-    model.to_empty(device=target)
-    model.device = target
-    write_parameters(model, family.pieces(model, ""), progress)
+        spread(model, device_map, max_memory, target, progress)
+    else:
+        model.to_empty(device=target)
+        model.device = target
+        write_parameters(model, family.pieces(model, ""), progress)
     family.check_copies(inventory)
     return model
 

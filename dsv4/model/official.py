@@ -161,7 +161,7 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
 class DeepSeekV4(Family):
     """The family of this file."""
 
-    name, title, spreads = ModelConfig.family, "DeepSeek-V4 models", True
+    name, title = ModelConfig.family, "DeepSeek-V4 models"
     succeeds_v32 = True
 
     def read_config(self, raw):

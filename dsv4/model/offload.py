@@ -9,24 +9,22 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from accelerate import infer_auto_device_map
-from accelerate.hooks import attach_align_device_hook_on_blocks
+from accelerate.hooks import ModelHook, add_hook_to_module, attach_align_device_hook_on_blocks
 from accelerate.utils import get_max_memory
 
 from dsv4.errors import CapacityError
 from dsv4.loaders.files import Progress
 from dsv4.loaders.ledger import Piece, poison
 from dsv4.loaders.load import fill
-from dsv4.model.deepseek_v4 import Model
+from dsv4.model.causal import CausalLM
 from dsv4.model.families import pieces_of
 from dsv4.model.parameters import write_parameters
-
-WHOLE = ["Block", "MTPBlock"]  # never split: a block's parts use each other's parameters
 
 
 class CheckpointWeights(Mapping):
     """Parameters by name: held in host memory where the map put them there, else read from the checkpoint each time."""
 
-    def __init__(self, model: Model, held: dict[str, torch.Tensor], disk: set[str]):
+    def __init__(self, model: CausalLM, held: dict[str, torch.Tensor], disk: set[str]):
         self.inventory, self.held = model.inventory, held
         self.shapes = {n: (p.shape, p.dtype) for n, p in model.named_parameters()}
         self.pieces: dict[str, list[Piece]] = {}
@@ -50,18 +48,33 @@ class CheckpointWeights(Mapping):
         return len(self.held) + len(self.pieces)
 
 
+class BesideEmbedding(ModelHook):
+    """Of a head that is tied to the embedding: it runs where the embedding does, whose matrix is brought for it too."""
+
+    def __init__(self, embedding):
+        self.embedding = embedding
+
+    def pre_forward(self, module, *args, **kwargs):
+        return self.embedding._hf_hook.pre_forward(self.embedding, *args, **kwargs)
+
+    def post_forward(self, module, output):
+        return self.embedding._hf_hook.post_forward(self.embedding, output)
+
+
 def spread(
-    model: Model,
+    model: CausalLM,
     device_map: str | Mapping,
     max_memory: dict | None,
     target: torch.device,
     progress: Progress | None = None,
-) -> Model:
+) -> CausalLM:
     """Place a planned (meta) model. Blocks that do not run on their own device run on `target`.
 
     device_map: 'auto', or {module name: GPU index, 'cpu' or 'disk'}. max_memory: {GPU index or 'cpu': bytes}. Raises
     CapacityError when even one block does not fit where it must run.
     """
+    if target.type == "cuda" and target.index is None:  # 'cuda' alone would mean any GPU that a tensor is on already
+        target = torch.device("cuda", torch.cuda.current_device())
     if device_map == "auto":
         device_map = _auto_map(model, max_memory, target)
     place = _places(model, device_map)
@@ -85,17 +98,24 @@ def spread(
         offload=offloaded,
         weights_map=weights,
         offload_buffers=False,
-        preload_module_classes=WHOLE,
+        preload_module_classes=whole(model),
     )
-    n = model.config.num_hidden_layers
-    model.device = runs["embed"]
-    model.layer_devices = [runs[f"layers.{i}"] for i in range(n)] + [runs[f"mtp.{i}"] for i in range(len(model.mtp))]
+    if model.head not in model.units.values():
+        add_hook_to_module(model.head, BesideEmbedding(model.embed))
+    names = {unit: name for name, unit in model.units.items()}
+    model.device = runs[names[model.embed]]
+    model.layer_devices = [runs[names[layer]] for layer in (*model.layers, *model.mtp)]
     model.placement = {name: str(where) if isinstance(where, str) else f"cuda:{where}" for name, where in place.items()}
     return model
 
 
-def _auto_map(model: Model, max_memory: dict | None, target: torch.device) -> Mapping:
-    largest = max(sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in _units(model))
+def whole(model: CausalLM) -> list[str]:
+    """Names of the classes that accelerate must not split: a layer's parts use each other's parameters."""
+    return sorted({type(layer).__name__ for layer in (*model.layers, *model.mtp)})
+
+
+def _auto_map(model: CausalLM, max_memory: dict | None, target: torch.device) -> Mapping:
+    largest = max(sum(p.nbytes for p in unit.parameters()) for unit in model.units.values())
     limits = get_max_memory(max_memory)
     if target.type == "cpu":
         limits = {"cpu": limits["cpu"]}
@@ -104,21 +124,13 @@ def _auto_map(model: Model, max_memory: dict | None, target: torch.device) -> Ma
         raise CapacityError(
             f"one block needs {largest} bytes and no device is allowed more than {room}; raise --max-memory"
         )
-    return infer_auto_device_map(model, max_memory=limits, no_split_module_classes=WHOLE)
+    return infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole(model))
 
 
-def _units(model: Model) -> list[str]:
-    """The modules that are placed whole, in the order they run."""
-    layers = [f"layers.{i}" for i in range(model.config.num_hidden_layers)] + [
-        f"mtp.{i}" for i in range(len(model.mtp))
-    ]
-    return ["embed", *layers, "hc_head", "norm", "head"]
-
-
-def _places(model: Model, device_map: Mapping) -> dict:
+def _places(model: CausalLM, device_map: Mapping) -> dict:
     """The place of each unit: its own entry, or that of a module that contains it."""
     places = {}
-    for unit in _units(model):
+    for unit in model.units:
         owners = [name for name in device_map if name in ("", unit) or unit.startswith(f"{name}.")]
         if not owners:
             raise CapacityError(f"the device map has no place for {unit}; it names {', '.join(device_map)}")

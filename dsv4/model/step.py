@@ -10,6 +10,7 @@ enter the arithmetic are device tensors.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Step:
     captured = False  # see CapturedStep
     parts = Separate()  # how the parts of a layer run
     prompt = False  # tokens of a prompt: GQA models then read the whole cache, whatever their policy
-    piece = None  # dsv4.model.gqa.prefill.Piece of a prompt that GQA models attend to in chunks
+    piece: Any = None  # dsv4.model.gqa.prefill.Piece of a prompt that GQA models attend to in chunks
 
     @property
     def end(self) -> int:
@@ -54,15 +55,13 @@ class Step:
         """A copy of this step whose tensors are on `device`: this one where they are already."""
         if self._is_on(device):
             return self
-        return self.memo(
-            ("on", device),
-            lambda: Step(
-                self.ids.view(self.B, self.T).to(device),
-                self.first,
-                self.starts,
-                {k: f.to(device) for k, f in self.frequencies.items()},
-            ),
-        )
+        return self.memo(("on", device), lambda: self._copied(device))
+
+    def _copied(self, device: torch.device) -> "Step":
+        frequencies = {k: f.to(device) for k, f in self.frequencies.items()}
+        there = Step(self.ids.view(self.B, self.T).to(device), self.first, self.starts, frequencies)
+        there.prompt, there.piece = self.prompt, self.piece and self.piece.on(device)
+        return there
 
     def _is_on(self, device: torch.device) -> bool:
         """A model may be on 'cuda', whose tensors are on 'cuda:0': the current device, as every step's."""

@@ -1,5 +1,6 @@
 """Capacity for a plan: memory of cards by name, and how `--device-map auto` splits layers over several cards."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,22 +57,34 @@ def named_bytes(device: str) -> int:
 
 
 def units(tensors: Mapping[str, int], caches: Mapping[str, int]) -> list[Unit]:
-    """Units of a DeepSeek-V4 model in the order they run, as `dsv4.model.offload` places them.
+    """Units of a model in the order they run, as `dsv4.model.offload` places them.
 
-    tensors: bytes by official tensor name; caches: bytes by label, 'layer 3' or 'mtp 0'."""
+    tensors: bytes by tensor name; caches: bytes by label, 'layer 3' or 'mtp 0'."""
     weights: dict[str, int] = {}
     for name, nbytes in tensors.items():
-        parts = name.split(".")
-        unit = ".".join(parts[:2]) if parts[0] in ("layers", "mtp") else "hc_head" if "hc_head" in name else parts[0]
+        unit = _unit(name)
         weights[unit] = weights.get(unit, 0) + nbytes
-    held = {label.replace("layer ", "layers.").replace("mtp ", "mtp."): nbytes for label, nbytes in caches.items()}
-    last = {"layers": 1, "mtp": 2, "hc_head": 3, "norm": 4, "head": 5}
+    kinds = {"layer": "layers", "mtp": "mtp"}
+    held = {(kinds[kind], int(i)): nbytes for (kind, i), nbytes in ((k.split(), n) for k, n in caches.items())}
+    last = {"layers": 1, "mtp": 2, "hc_head": 3, "norm": 4, "head": 5, "lm_head": 5}
+
+    def numbered(name: str) -> tuple[str, int]:
+        kind, _, index = name.removeprefix("model.").partition(".")
+        return kind, int(index or 0)
 
     def order(name: str) -> tuple[int, int]:
-        kind, _, index = name.partition(".")
-        return last.get(kind, 0), int(index or 0)
+        kind, index = numbered(name)
+        return last.get(kind, 0), index
 
-    return [Unit(name, weights[name], held.get(name, 0)) for name in sorted(weights, key=order)]
+    return [Unit(name, weights[name], held.get(numbered(name), 0)) for name in sorted(weights, key=order)]
+
+
+def _unit(tensor: str) -> str:
+    """The unit that a tensor of this name belongs to."""
+    layer = re.match(r"(model\.)?(layers|mtp)\.\d+(?=\.)", tensor)
+    if layer:
+        return layer.group()
+    return "hc_head" if tensor.startswith("hc_head") else tensor.rpartition(".")[0]
 
 
 def split(found: Sequence[Unit], capacities: Sequence[int]) -> list[list[Unit]]:

@@ -61,14 +61,14 @@ def plan(
     if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
     config = family.read_config(inventory.config if inventory else preset(checkpoint))
-    if gpus > 1 and (not family.spreads or kv_memory is not None):
+    if gpus > 1 and kv_memory is not None:
         raise InputError(
-            f"--gpus {gpus} was given; {'a cache in host memory' if family.spreads else 'a GQA model'} runs on one "
-            "device (--device-map does not spread it): leave it out"
+            f"--gpus {gpus} was given; a cache in host memory runs on one device (--device-map does not spread it): "
+            "leave it out"
         )
     context = _context(asked, config)
     choice = numerics_named(numerics)
-    family.check_choices(choice, None, False, cache, index_cache)
+    family.check_choices(choice, None, cache, index_cache)
     choice = choice.with_caches(cache, index_cache)
     asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
     rows = _rows(asking)
@@ -81,9 +81,9 @@ def plan(
         attention.policy if attention else dense(),
     )
     sizes = Plan(tuple(rows))
-    found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
-    if family.spreads and kv_memory is None:
-        found = _units(asking)
+    found = _units(asking)
+    if kv_memory is not None:
+        found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
     return {
         "checkpoint": checkpoint,
         "max_context": context,

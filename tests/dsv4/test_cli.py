@@ -378,24 +378,13 @@ def test_a_plan_is_for_what_the_model_takes_unless_told(run, demo):
     assert json.loads(run("plan", "flash", "--json")[1])["max_context"] == 1 << 20
 
 
-def test_device_map_from_the_command_line(run, demo):
-    plain = json.loads(run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "3", "--json")[1])
-    spread = json.loads(
-        run(
-            "generate",
-            demo,
-            "--prompt",
-            "Hello",
-            "--max-new-tokens",
-            "3",
-            "--json",
-            "--device-map",
-            "auto",
-            "--max-memory",
-            "cpu=1400K",
-        )[1]
-    )
-    assert spread["token_ids"] == plain["token_ids"] and "disk" in spread["placement"].values()
+@pytest.mark.parametrize("name, room", [("demo", "1400K"), ("demo_gqa", "7M")])
+def test_device_map_from_the_command_line(run, demo, name, room):
+    ask = ("generate", demo if name == "demo" else name, "--prompt", "Hello", "--max-new-tokens", "3", "--json")
+    plain = json.loads(run(*ask)[1])
+    spread = json.loads(run(*ask, "--device-map", "auto", "--max-memory", f"cpu={room}")[1])
+    places = list(spread["placement"].values())
+    assert spread["token_ids"] == plain["token_ids"] and "disk" in places and "cpu" in places
 
 
 # Over 5 s: two new processes import torch.

@@ -2,20 +2,38 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from accelerate import infer_auto_device_map
+from safetensors.torch import load_file, save_file
 
 from dsv4.commands.generate import parse_max_memory
 from dsv4.loaders.load import Inventory
 from dsv4.model.families import plan_model
 from dsv4.model.numerics import NUMERICS
-from dsv4.model.offload import WHOLE, _places
+from dsv4.model.offload import _places, whole
 from dsv4.runtime import gpus, planning
 from dsv4.runtime.gpus import MIB, Unit, max_memory, memory_limits, named_bytes, shares, split
+from tests.gqa import oracle
 
 H100 = named_bytes("h100")
+
+
+@pytest.fixture(scope="module")
+def saved(golden_path, tmp_path_factory):
+    """Checkpoints by name: of DeepSeek-V4; of GQA models with a head of its own, with one that is the embedding, and
+    with a copy of the embedding in the file, which no model holds."""
+    folders = {"deepseek_v4": golden_path}
+    for name, config in (("own head", "llama, llama3 rope and biases"), ("tied head", "qwen3, tied head")):
+        folder, config = tmp_path_factory.mktemp("plan"), oracle.CONFIGS[config]
+        folders[name] = oracle.save(oracle.randomised(config), config, folder)
+    folders["copied head"] = shutil.copytree(folders["tied head"], tmp_path_factory.mktemp("plan") / "copied")
+    tensors = load_file(folders["copied head"] / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folders["copied head"] / "model.safetensors")
+    return folders
 
 
 def test_the_first_line_answers_and_the_exit_code_says_it(command_line, golden_path):
@@ -63,6 +81,17 @@ def test_two_cards_hold_what_one_does_not(command_line):
     assert len(parse_max_memory(document["max_memory"])) == 2
 
 
+def test_two_cards_share_a_gqa_model(command_line):
+    code, out, _ = command_line("plan", "demo_gqa", "--device", "8MiB", "--gpus", "2", "--max-context", "64", "--json")
+    document = json.loads(out)
+    held = document["gpus"]
+    assert code == 0 and held[0]["holds"].startswith("model.embed_tokens … model.layers.")
+    assert held[1]["holds"].startswith("model.layers.") and held[1]["holds"].endswith(" … model.norm")
+    assert sum(gpu["weights_bytes"] for gpu in held) == document["weights_bytes"]
+    assert sum(gpu["cache_bytes"] for gpu in held) == document["cache_bytes"] and all(g["cache_bytes"] for g in held)
+    assert len(parse_max_memory(document["max_memory"])) == 2
+
+
 def test_what_does_not_fit_names_no_split(command_line, golden_path):
     code, out, _ = command_line("plan", golden_path, "--device", "512K", "--gpus", "2", "--json")
     document = json.loads(out)
@@ -89,17 +118,17 @@ def test_the_fullest_gpu_has_as_much_room_as_it_can():
 
 
 @pytest.mark.parametrize("capacities", [[10 * MIB] * n for n in (1, 2, 3, 5)] + [[1, 10 * MIB]], ids=str)
-def test_accelerate_makes_the_split_that_is_planned(golden_path, capacities):
+@pytest.mark.parametrize("name", ["deepseek_v4", "own head", "tied head", "copied head"])
+def test_accelerate_makes_the_split_that_is_planned(saved, name, capacities):
     """`--device-map auto` with the limits that the plan prints puts every module where the plan has it."""
-    inventory = Inventory.open(golden_path)
+    inventory = Inventory.open(saved[name])
     model = plan_model(inventory, NUMERICS["native"], "reference", None)
     units = planning._units(planning.Asking(model.config, inventory, model.numerics, 1, 64, 0))
-    assert {u.name: u.weights for u in units} == {
-        name: sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in (u.name for u in units)
-    }
+    held = {name: sum(p.nbytes for p in unit.parameters()) for name, unit in model.units.items()}
+    assert [(u.name, u.weights) for u in units] == list(held.items()) and sum(held.values()) == model.nbytes
     parts = split(units, capacities)
     limits = parse_max_memory(max_memory(memory_limits(parts, capacities)))
-    placed = _places(model, infer_auto_device_map(model, max_memory=limits, no_split_module_classes=WHOLE))
+    placed = _places(model, infer_auto_device_map(model, max_memory=limits, no_split_module_classes=whole(model)))
     assert placed == {unit.name: gpu for gpu, part in enumerate(parts) for unit in part}
 
 

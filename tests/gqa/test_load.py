@@ -106,7 +106,6 @@ def test_old_files_carry_rotary_frequencies(llama):
         (dict(mtp=True), "MTP"),
         (dict(cache="fp8"), "cache format 'fp8'"),
         (dict(index_cache="fp8"), "index"),
-        (dict(device_map="auto"), "device map"),
         (dict(max_context=100000), "max_context"),
         (dict(backend="nonsense"), "backend"),
     ],

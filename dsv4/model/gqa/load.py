@@ -24,7 +24,7 @@ from dsv4.model.numerics import Numerics
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str, index_cache: str) -> None:
+def check_choices(numerics: Numerics, mtp: bool | None, cache: str, index_cache: str) -> None:
     """Raise InputError for options that apply to DeepSeek-V4 models alone."""
     if numerics.simulate:
         raise InputError(
@@ -42,10 +42,6 @@ def check_choices(numerics: Numerics, mtp: bool | None, spread: bool, cache: str
         )
     if index_cache != "auto":
         raise InputError(f"index cache format {index_cache!r} was asked for; a GQA model has no index keys: use auto")
-    if spread:
-        raise InputError(
-            "a device map was asked for; layers of GQA models are not spread over devices: leave out --device-map"
-        )
 
 
 def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
@@ -97,8 +93,8 @@ class GQA(Family):
     def read_config(self, raw):
         return GQAConfig.from_dict(raw)
 
-    def check_choices(self, numerics, mtp, spread, cache, index_cache):
-        check_choices(numerics, mtp, spread, cache, index_cache)
+    def check_choices(self, numerics, mtp, cache, index_cache):
+        check_choices(numerics, mtp, cache, index_cache)
 
     def plan(self, inventory, numerics, backend, mtp, kernels=None):
         return plan_model(inventory, numerics, backend, kernels)
@@ -113,7 +109,8 @@ class GQA(Family):
         return templated_ids(tokenizer, text)
 
     def held_tensors(self, config, inventory, numerics):
-        return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in inventory.sources.items()}
+        held = {name: s for name, s in inventory.sources.items() if _reason(name, config) is None}
+        return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in held.items()}
 
     def cache_streams(self, asking):
         policy, memory = asking.attention and asking.attention.policy, asking.kv_memory

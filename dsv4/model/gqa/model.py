@@ -147,12 +147,16 @@ class GQAModel(CausalLM):
         return size if cut is None else -(-size // cut.chunk) * cut.chunk
 
     @property
+    def closing(self) -> tuple[Module, ...]:
+        return (self.model.norm,) if self.config.tie_word_embeddings else (self.model.norm, self.lm_head)
+
+    @property
     def stream_shape(self) -> tuple[int, ...]:
         """(d,): one residual stream."""
         return (self.config.hidden_size,)
 
     def cache_layout(self, memory: HostMemory | None = None) -> GroupedLayout:
-        policy, memory = self.attention.policy, memory or self.kv_memory
+        policy, memory = self.attention.policy, self.host_memory(memory)
         given = self.config, self.numerics, policy, self.op.summarise_blocks
         if memory is None:
             return GroupedLayout(*given)
@@ -209,9 +213,10 @@ class GQAModel(CausalLM):
     def run(self, step: Step, cache: GroupedCache) -> torch.Tensor:
         x = self.embed(step.ids).to(self.numerics.activation)
         for i, (layer, rows) in enumerate(zip(self.layers, cache.layers)):
-            x = layer(x, step, rows, cache.guess(self.layers, i, step))
+            here, x = self.entering(i, step, x)
+            x = layer(x, here, rows, cache.guess(self.layers, i, here))
         self.tiles = [layer.self_attn.tiles for layer in self.layers]
-        return x
+        return x.to(self.device)
 
     def captured(self, step: CapturedStep, cache: GroupedCache) -> tuple[torch.Tensor, torch.Tensor]:
         """A captured step: the residual stream before the head [N, d], and logits fp32 [N, vocab]."""

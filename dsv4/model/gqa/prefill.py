@@ -23,6 +23,10 @@ class Piece(NamedTuple):
     start: int
     lengths: torch.Tensor
 
+    def on(self, device: torch.device) -> "Piece":
+        """This piece with its lengths on `device`."""
+        return Piece(self.start, self.lengths.to(device))
+
 
 def groups(counts: list[int], starts: list[int]) -> Iterator[slice]:
     """Neighbouring rows that have tokens to run and begin at the same position."""
