@@ -29,7 +29,9 @@ class OnGPU(torch.Tensor):
     place: torch.device
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = False):
-        """A parameter that is `data`: accelerate makes parameters anew by their class."""
+        """A parameter that is `data`: accelerate makes parameters anew by their class, wherever they then are."""
+        if not isinstance(data, OnGPU):
+            return torch.nn.Parameter(data, requires_grad)
         made = data.detach().requires_grad_(requires_grad)
         made._is_param = True  # type: ignore[attr-defined]  # what torch.nn.Parameter knows parameters of a subclass by
         return made

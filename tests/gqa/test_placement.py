@@ -10,9 +10,6 @@ from dsv4.cache.paged import new_paged_cache
 from dsv4.commands.generate import make_drafter
 from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import CapacityError, Dsv4Error
-from dsv4.kernels.block_choice import Policy, pyramidkv, snapkv
-from dsv4.kernels.chunked_prefill import Chunking
-from dsv4.kernels.grouped_attention import Termination
 from dsv4.loaders.errors import CheckpointError
 from dsv4.model.gqa.choice import Attention
 from dsv4.probes.scenes.simulated_gpus import simulated
@@ -20,24 +17,13 @@ from dsv4.runtime.graph import DecodeGraph
 from dsv4.sampling import Sampling
 from dsv4.speculation.host_loop import check_one_device
 from tests.gqa import oracle
+from tests.gqa.placed import READINGS, run, same
 
-STOPS = Termination(tile=64, tau=0.5, phi=1.0, patience=1)
-READINGS = {
-    "dense": Attention(),
-    "dense, terminating": Attention(termination=STOPS),
-    "sink-window": Attention(Policy("sink-window", None, 32, 1, 2)),
-    "pages by bounds": Attention(Policy("page-bound", "bound", 16, 1, 1, 2)),
-    "blocks by means, terminating": Attention(Policy("block-mean", "mean", 32, 1, 1, 1), STOPS),
-    "snapkv": Attention(snapkv(0.4)),
-    "pyramidkv": Attention(pyramidkv(0.4)),
-    "chunks": Attention(prefill=Chunking(32, 8, 8)),
-}
 KINDS = {
     "qwen2, bias and tied head": "native",
     "llama, llama3 rope and biases": "fp32",
     "qwen3, biases, yarn and some sliding layers": "native",
 }
-LENGTH = 200
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -58,24 +44,6 @@ def in_turn(model, *places) -> dict:
     return {name: places[i % len(places)] for i, name in enumerate(model.units)}
 
 
-def run(model, attention: Attention, lengths=(LENGTH, LENGTH - 37)) -> list[torch.Tensor]:
-    """Logits of prompts of several lengths, of decoded tokens, after a rewind, and the streams of the last step."""
-    model.attention = attention
-    ids = torch.randint(0, 384, (len(lengths), LENGTH), generator=torch.Generator().manual_seed(3))
-    cache, counts = model.new_cache(len(lengths), LENGTH + 20), list(lengths)
-    found = [model.append(ids, cache, n_new=counts, chunk=64 if attention.prefill else None, prompt=True)]
-    found += [model.append(ids[:, t : t + 1], cache) for t in range(3)]
-    found.append(model.append(ids[:, 3:6], cache, n_new=[3, 1]))
-    cache.rewind([2, 0])
-    found += model.append(ids[:, 6:8], cache, return_streams=True)
-    for layer, device in zip(cache.layers, model.devices, strict=True):
-        assert {t.device for t in layer.tensors.values()} == {device}
-        held = [] if layer.memory is None else [layer.memory.positions, layer.memory.scores]
-        assert {t.device for t in held} <= {device}
-    assert {t.device for t in found} == {model.device}
-    return [t.cpu() for t in found]
-
-
 def cap(model, blocks: float) -> dict:
     """Room for that many of the largest units, and for one that is brought."""
     return {"cpu": int((1 + blocks) * max(sum(p.nbytes for p in u.parameters()) for u in model.units.values()))}
@@ -90,9 +58,7 @@ def test_a_model_over_two_gpus_is_the_whole_model(whole, name):
     with simulated():
         model = again(whole, in_turn(whole, 0, 1))
         assert len({str(d) for d in model.layer_devices}) == 2 and str(model.device) == "cuda:0"
-        found = run(model, READINGS[name])
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a.nan_to_num(), b.nan_to_num()) and a.isnan().equal(b.isnan())
+        assert same(run(model, READINGS[name]), wanted)
 
 
 def test_gpus_host_and_disk_at_once(whole):
@@ -100,16 +66,26 @@ def test_gpus_host_and_disk_at_once(whole):
     with simulated():
         model = again(whole, in_turn(whole, 1, "disk", 0))
         assert {"cuda:0", "cuda:1", "disk"} == set(model.placement.values())
-        for a, b in zip(run(model, READINGS["snapkv"]), wanted, strict=True):
-            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert same(run(model, READINGS["snapkv"]), wanted)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_layers_in_host_memory_run_on_the_gpu(whole, monkeypatch, device):
+    """'cuda' is the current GPU, also for layers that follow others on another."""
+    wanted = run(whole, READINGS["pages by bounds"])
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    with simulated():
+        model = again(whole, in_turn(whole, 1, "cpu", "disk"), device=device)
+        assert [str(d) for d in (model.device, *model.layer_devices[:2])] == ["cuda:1", "cuda:0", "cuda:0"]
+        assert same(run(model, READINGS["pages by bounds"]), wanted)
 
 
 @pytest.mark.parametrize("blocks", [0.1, 1.1], ids=["no unit resident", "one unit resident"])
 def test_disk_offload_under_a_memory_cap_gives_the_same_logits(whole, blocks):
     model = again(whole, "auto", max_memory=cap(whole, blocks))
     assert "disk" in model.placement.values() and ("cpu" in model.placement.values()) == (blocks > 1)
-    for a, b in zip(run(model, READINGS["dense"]), run(whole, READINGS["dense"]), strict=True):
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+    assert same(run(model, READINGS["dense"]), run(whole, READINGS["dense"]))
     held = sum(p.nbytes for p in model.parameters() if p.device.type != "meta")
     assert held <= cap(whole, blocks)["cpu"]  # and layers went back to disk after running, the embedding too
 
