@@ -76,13 +76,14 @@ class OurGQASubject(OurSubject):
         if attn_in.shape[:2] != (B, T):
             raise InputError(f"attn_in {list(attn_in.shape)} and ids {[B, T]} must have as many tokens in every row")
         block, plan = model.layers[layer], cache_streams(self.config, B, T, model.numerics)[layer]
-        rows, timeline = LayerRows(plan, model.device), Timeline(B, T)
+        device = model.devices[layer]
+        rows, timeline = LayerRows(plan, device), Timeline(B, T)
         with Taps(timeline, want) as taps:
             taps.attention(layer, block.self_attn)
             for start, n in (step for step in steps_of(T, schedule) if step[1] > 0):
                 step = Step(ids[:, start : start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
-                x = attn_in[:, start : start + n].to(model.device, model.numerics.activation).flatten(0, 1)
-                block.self_attn(x, block.input_layernorm, step, rows)
+                x = attn_in[:, start : start + n].to(device, model.numerics.activation).flatten(0, 1)
+                block.self_attn(x, block.input_layernorm, step.on(device), rows)
         put_rows(timeline, layer, rows, [T] * B, want)
         return timeline.capture()
 

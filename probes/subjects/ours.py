@@ -161,7 +161,7 @@ class OurSubject(Subject):
         """See `Subject.block`: the layer's module with a LayerCache and a Step of its own. Rows of equal lengths
         only."""
         want, (B, T), model, block = check_points(want), ids.shape, self.model, self.model.layers[layer]
-        device = model.layer_devices[layer] if model.layer_devices else model.device
+        device = model.devices[layer]
         cache, timeline = self._layer_cache(layer, B, T, DEFAULT_MAX_REWIND), Timeline(B, T)
         with _Taps(timeline, want) as taps:
             taps.block(layer, block)
@@ -186,7 +186,7 @@ class OurSubject(Subject):
         if min(lengths) < T or attn_in.shape[:2] != (B, T):
             raise InputError(f"attn_in {list(attn_in.shape)} and ids {[B, T]} must have as many tokens in every row")
         model, attn, steps = self.model, self.model.layers[layer].attn, steps_of(T, schedule)
-        device = model.layer_devices[layer] if model.layer_devices else model.device
+        device = model.devices[layer]
         cache, timeline = self._layer_cache(layer, B, T, _rewind_room(steps)), Timeline(B, T)
         with _Taps(timeline, want) as taps:
             taps.attention(layer, attn, cache)
@@ -200,7 +200,7 @@ class OurSubject(Subject):
     def _layer_cache(self, layer: int, B: int, T: int, max_rewind: int) -> LayerCache:
         """A cache of one layer alone."""
         model, layout = self.model, self.model.cache_layout()
-        device = model.layer_devices[layer] if model.layer_devices else model.device
+        device = model.devices[layer]
         return layout.layer(layout.plan(B, T, max_rewind)[layer], device)
 
     def weight(self, name: str) -> torch.Tensor:

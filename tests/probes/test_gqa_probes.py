@@ -32,7 +32,6 @@ LACKS = {
     "index_oracle",
     "mhc",
     "moe_edges",
-    "placement",
     "speculation",
 }
 APPLY = set(CATALOGUE) - LACKS
