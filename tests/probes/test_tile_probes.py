@@ -129,7 +129,7 @@ def test_a_fault_of_placement_is_named(planted, fault, part):
     assert part in found and all("cache" in other or other == "placement, logits" for other in found - {part}), found
 
 
-@pytest.mark.parametrize("fault, part, readings", ON_GPUS, ids=lambda value: str(value).replace(" ", "-")[:30])
+@pytest.mark.parametrize("fault, part, readings", ON_GPUS, ids=[fault.replace(" ", "-") for fault, *_ in ON_GPUS])
 def test_a_fault_between_gpus_is_named_and_seen_nowhere_else(planted, fault, part, readings):
     found = [c for c in execute(placement.Placement(), planted(fault))[0] if c.status in RED]
     assert part in parts(found)
