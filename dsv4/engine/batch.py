@@ -9,7 +9,7 @@ again, in the pieces and passes in which they first ran. Prompts attend densely,
 with (`model.attention`), unless that says to read them in chunks (`Attention.prefill`): then a piece is `model.chunk`
 tokens, and no prefix is kept or borrowed, because a chunk depends on the memory of the chunks before. Under pressure
 policies draft less; it counts the pages that requests hold. Drafts take free pages only, so of a pool that kept
-prefixes have filled one page is freed. To drop more of them costs more than drafts gain
+prefixes have filled one page is freed. To drop more of them cost evictions and time over a tight pool
 (audits/batch/demo/cpu/pressure_cpu.md).
 
 Results of matrix products depend on the number of rows. So by default each request runs alone in its pieces, and no bit
