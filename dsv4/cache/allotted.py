@@ -77,5 +77,6 @@ class Allotted(PagedView):
         return found
 
     def pressed(self, start: torch.Tensor, more: torch.Tensor | int, done: torch.Tensor) -> torch.Tensor:
+        """As in `Cache`, of any leading shape: start int64 and done bool [..., B], bool [...]."""
         live, pools = self.live(start + more, done), self.whole.pools
-        return torch.stack([under_pressure(n, pools[name].pages) for name, n in live.items()]).any()
+        return torch.stack([under_pressure(n, pools[name].pages) for name, n in live.items()]).any(0)

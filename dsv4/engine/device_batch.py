@@ -20,7 +20,6 @@ import torch
 
 from dsv4.cache.allotted import Allotted
 from dsv4.cache.paged import PagedCache
-from dsv4.cache.paging import under_pressure
 from dsv4.engine.engine import Engine
 from dsv4.engine.state import PagedWork, Request, Result
 from dsv4.engine.steppers import DeviceRounds, advance_all
@@ -167,26 +166,26 @@ class Grown(Watch):
 
     def __init__(self, held: Allotted):
         super().__init__(held.whole)
-        self.held, self._course, self._at = held, {}, 0
+        self.held, self._course, self._pressed, self._at = held, {}, [], 0
 
     def _live(self):
         return {name: course[self._at] for name, course in self._course.items()}
 
     def _under_pressure(self):
-        return any(under_pressure(n, self.cache.pools[name].pages) for name, n in self._live().items())
+        return self._pressed[self._at]
 
     def replay(self, lengths: torch.Tensor, done: torch.Tensor) -> list[bool]:
         """Rounds that have run: lengths int64 [R + 1, B], done bool [R + 1, B] before the first and after each. Returns
         whether the size of each round was chosen under pressure."""
         self._course = {name: n.tolist() for name, n in self.held.live(lengths, done).items()}
-        pressed, rows, mtp = [], self.cache._main.now, self.cache._mtp.now
+        self._pressed = self.held.pressed(lengths, 0, done).tolist()
+        rows, mtp = self.cache._main.now, self.cache._mtp.now
         for at, now in enumerate(lengths[1:].tolist()):
             self._at = at
             self.look()
-            pressed.append(self._under_pressure())
             self._at, rows[: len(now)], mtp[: len(now)] = at + 1, now, now
             self.step()
-        return pressed
+        return self._pressed[:-1]
 
 
 def _drawn(work: PagedWork) -> tuple[float, float]:

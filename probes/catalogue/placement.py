@@ -59,8 +59,8 @@ class Placement(Probe):
         return checks + attempted_all(RUNS, where, "placement", lambda: self._over_gpus(subject, whole, where))
 
     def _over_gpus(self, subject: Subject, whole, where: str) -> Iterator[Check]:
-        """The same for modules that lie in turn on one and the other of two simulated GPUs, whose arithmetic is the
-        host's reference."""
+        """The whole model beside one whose modules lie in turn on two simulated GPUs, whose arithmetic is the host's
+        reference, in each reading."""
         if whole.device.type != "cpu" or whole.backend != "reference":
             whole = loaded(subject, None, "cpu")
         with simulated(), kept(whole, "attention"):

@@ -7,7 +7,7 @@ import torch
 from dsv4.cache.allotted import Allotted
 from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache, new_paged_cache
-from dsv4.cache.paging import PageGroup, under_pressure
+from dsv4.cache.paging import PageGroup
 from dsv4.model.causal import captures
 from dsv4.probes.compare import tokens
 from dsv4.probes.result import Check, compare, vacuous
@@ -124,4 +124,4 @@ def taken(pool: PagedCache, lengths: list[int]) -> bool:
             pool.leave(b)
         for mtp in (False, True) if n else ():
             pool.make_room(slice(b, b + 1), 1, mtp)
-    return any(under_pressure(p.live, p.pages) for p in pool.pools.values())
+    return pool.under_pressure
