@@ -112,7 +112,8 @@ def inputs(w, draw, slots, policy, batch=1, by_importance=False) -> tuple:
 
 
 def production_sizes(w) -> dict:
-    """By the bounds of blocks, at contexts of 128K and 1M tokens; compiled by every policy."""
+    """By the bounds of blocks, at contexts of 128K and 1M tokens, and by those of pages, of which a budget of 0.8 keeps
+    many; compiled by every policy."""
     long, longest = 1 << 17, 1 << 20
     each = [dict(slots=long, policy=policy()) for policy in (block_bounds, page_bounds, block_means, sink_window)]
     ranked = [
@@ -120,9 +121,11 @@ def production_sizes(w) -> dict:
         for S, policy in ((long, block_bounds), (longest, page_bounds))
     ]
     others = [dict(slots=S, policy=block_bounds(), dtype=dtype) for S, dtype in LENGTHS]
+    many = [dict(slots=1 << 15, batch=B, policy=page_bounds(1638 * 16), by_importance=True) for B in (1, 8)]
     return {
-        "bench": [dict(slots=S, batch=B, policy=block_bounds()) for S, B in ((long, 1), (longest, 1), (longest, 8))],
-        "compiled": each + ranked + others,
+        "bench": [dict(slots=S, batch=B, policy=block_bounds()) for S, B in ((long, 1), (longest, 1), (longest, 8))]
+        + many,
+        "compiled": each + ranked + many[:1] + others,
     }
 
 

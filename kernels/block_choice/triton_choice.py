@@ -93,11 +93,17 @@ def score_blocks(
 
 
 @triton.jit
-def fixed_blocks(OUT, current, sink, local, found, kept, BK: tl.constexpr, RANKED: tl.constexpr):
-    """Write sinks, local blocks and −1 around a run of `found` distant blocks; returns where that run begins."""
+def runs(current, sink, local, RANKED: tl.constexpr):
+    """(sinks, the oldest local block, local blocks, where the run of distant blocks begins) of a keep-set."""
     sinks, oldest = tl.minimum(sink, current + 1), tl.maximum(current - local + 1, sink)
     nearby = tl.maximum(current - oldest + 1, 0)
-    begin = sinks + nearby if RANKED else sinks
+    return sinks, oldest, nearby, sinks + nearby if RANKED else sinks
+
+
+@triton.jit
+def fixed_blocks(OUT, current, sink, local, found, kept, BK: tl.constexpr, RANKED: tl.constexpr):
+    """Write sinks, local blocks and −1 around a run of `found` distant blocks; returns where that run begins."""
+    sinks, oldest, nearby, begin = runs(current, sink, local, RANKED)
     s = tl.arange(0, BK)
     j = s - sinks if RANKED else s - sinks - found
     near = tl.where((j >= 0) & (j < nearby), current - j if RANKED else oldest + j, -1)
@@ -106,16 +112,35 @@ def fixed_blocks(OUT, current, sink, local, found, kept, BK: tl.constexpr, RANKE
 
 
 @triton.jit
-def by_score(SCORES, OUT, found, BK: tl.constexpr):
+def place_key(SCORES, number, live, RANKED: tl.constexpr):
+    """int64 keys of blocks, greater for those that come first: of the highest score, or else of the lowest number."""
+    if RANKED:
+        key = sortable(monotone(tl.load(SCORES + number, mask=live, other=0.0)), number)
+    else:
+        key = -number.to(tl.int64)
+    return key
+
+
+@triton.jit
+def ranks(SCORES, RUN, number, live, found, BN: tl.constexpr, RANKED: tl.constexpr):
+    """How many of the `found` blocks at RUN come before each of `number`. BN are compared at a time, because one at a
+    time costs a load's latency each."""
+    mine, rank = place_key(SCORES, number, live, RANKED), tl.zeros_like(number)
+    for first in range(0, found, BN):
+        j = first + tl.arange(0, BN)
+        other = tl.load(RUN + j, mask=j < found, other=-1)
+        before = place_key(SCORES, other, other >= 0, RANKED)
+        rank += tl.sum(((other >= 0)[None, :] & (before[None, :] > mine[:, None])).to(tl.int32), 1)
+    return rank
+
+
+@triton.jit
+def by_score(SCORES, OUT, found, BK: tl.constexpr, BN: tl.constexpr):
     """Order `found` blocks at OUT by falling score; of equal scores the lowest block comes first."""
     tl.debug_barrier()  # other threads wrote them
     i = tl.arange(0, BK)
     number = tl.load(OUT + i, mask=i < found, other=0)
-    mine = sortable(monotone(tl.load(SCORES + number, mask=i < found, other=0.0)), number)
-    rank = tl.zeros((BK,), tl.int32)
-    for j in range(found):
-        other = tl.load(OUT + j)
-        rank += (sortable(monotone(tl.load(SCORES + other)), other) > mine).to(tl.int32)
+    rank = ranks(SCORES, OUT, number, i < found, found, BN, True)
     tl.debug_barrier()
     tl.store(OUT + rank, number, mask=i < found)
 
@@ -136,10 +161,13 @@ def choose_rows(
     CANDIDATES: tl.constexpr,
     CLASSES: tl.constexpr,
     BK: tl.constexpr,
+    BN: tl.constexpr,
     RANKED: tl.constexpr,
+    ORDERED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The keep-set int32 [kept] of one row of scores a program, which holds all N of them."""
+    """The keep-set int32 [kept] of one row of scores a program, which holds all N of them. Distant blocks are
+    ascending, or by falling score if ORDERED, which goes with RANKED."""
     row = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
@@ -160,19 +188,17 @@ def choose_rows(
     found = tl.minimum(k, tl.maximum(until - sink, 0))
     begin = fixed_blocks(OUT, current, sink, local, found, kept, BK, RANKED)
     tl.store(OUT + begin + (before & 0xFFFF) + tl.minimum(ties, wanted), i, mask=higher | (equal & (ties < wanted)))
-    if RANKED:
-        by_score(SCORES, OUT + begin, found, BK)
+    if ORDERED:
+        by_score(SCORES, OUT + begin, found, BK, BN)
 
 
 @triton.jit(do_not_specialize=["T", "sink", "local", "k", "kept"])
 def arrange_rows(
-    SCORES,
     START,
     BEST,
     OUT,
     T,
     KV,
-    N,
     sink,
     local,
     k,
@@ -183,7 +209,7 @@ def arrange_rows(
     RANKED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """The keep-set int32 [kept] of one row a program from BEST int64 [rows, k], distant blocks in any order, if
+    """The keep-set int32 [kept] of one row a program, with the distant blocks of BEST int64 [rows, k], in its order, if
     CHOSEN."""
     row = tl.program_id(0)
     if DEPENDENT:
@@ -192,18 +218,46 @@ def arrange_rows(
     _, _, current = current_block(START, row, T, KV, BLOCK)
     OUT += row.to(tl.int64) * kept
     if CHOSEN:
-        SCORES += row.to(tl.int64) * N
-        BEST += row.to(tl.int64) * k
         i = tl.arange(0, BK)
-        number = tl.load(BEST + i, mask=i < k, other=-1)
-        found = tl.sum((number >= 0).to(tl.int32), 0)
-        begin = fixed_blocks(OUT, current, sink, local, found, kept, BK, RANKED)
-        rank = tl.zeros((BK,), tl.int32)
-        for j in range(k):
-            other = tl.load(BEST + j)
-            rank += ((other >= 0) & (other < number)).to(tl.int32)
-        tl.store(OUT + begin + rank, number.to(tl.int32), mask=number >= 0)
-        if RANKED:
-            by_score(SCORES, OUT + begin, found, BK)
+        number = tl.load(BEST + row.to(tl.int64) * k + i, mask=i < k, other=-1)
+        one = (number >= 0).to(tl.int32)
+        begin = fixed_blocks(OUT, current, sink, local, tl.sum(one, 0), kept, BK, RANKED)
+        tl.store(OUT + begin + tl.cumsum(one, 0) - one, number.to(tl.int32), mask=number >= 0)
     else:
         fixed_blocks(OUT, current, sink, local, 0, kept, BK, RANKED)
+
+
+@triton.jit(do_not_specialize=["T", "sink", "local", "k", "kept"])
+def order_rows(
+    SCORES,
+    START,
+    LOOSE,
+    OUT,
+    T,
+    KV,
+    N,
+    sink,
+    local,
+    k,
+    kept,
+    BLOCK: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    RANKED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The keep-sets of LOOSE int32 [rows, kept], their distant blocks by falling score if RANKED, else ascending. A
+    program puts BM entries of one row in their places."""
+    row = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _, _, current = current_block(START, row, T, KV, BLOCK)
+    _, _, _, begin = runs(current, sink, local, RANKED)
+    found = tl.minimum(k, tl.maximum(tl.minimum(current - local + 1, N) - sink, 0))
+    LOOSE += row.to(tl.int64) * kept
+    s = tl.program_id(1) * BM + tl.arange(0, BM)
+    number = tl.load(LOOSE + s, mask=s < kept, other=-1)
+    moved = (s >= begin) & (s < begin + found) & (number >= 0)
+    rank = ranks(SCORES + row.to(tl.int64) * N, LOOSE + begin, number, moved, found, BN, RANKED)
+    tl.store(OUT + row.to(tl.int64) * kept + tl.where(moved, begin + rank, s), number, mask=s < kept)

@@ -108,8 +108,8 @@ def window_not_kept(site: Site) -> None:
     def keep(self, b, best, since):
         real(self, b, best, since)
         if since:
-            k, end = best.shape[1], self.runs[b][1]
-            self.kept[b, :, k : k + end - since - 1] = -1
+            end = self.runs[b][1]
+            self.kept[b, :, self.slots + 1 - end : self.slots - since] = -1
 
     real = site.patch(Selection, "_keep", keep)
 
@@ -118,8 +118,8 @@ def window_not_kept(site: Site) -> None:
 def later_tokens_not_appended(site: Site) -> None:
     """The list ends with the prompt: a step reads its own token and no other of those that were decoded."""
 
-    def lists(self, step, newest_first):
-        found = real(self, step, newest_first)
+    def lists(self, step):
+        found = real(self, step)
         end = torch.tensor([run[1] for run in self.runs[step.rows]], device=found.device).view(-1, 1, 1, 1)
         own = step.pos.view(*step.pos.shape, 1, 1)
         return torch.where((found >= end) & (found < own), -1, found).int()

@@ -11,6 +11,7 @@ from statistics import median
 
 import torch
 
+from dsv4.errors import CapacityError
 from dsv4.model.gqa.choice import NAMES, Attention, attention_named
 from scripts.bench.decode import context_name
 from scripts.bench.decode_gqa import step_bytes, timed_steps
@@ -126,14 +127,18 @@ def measure_cell(model, rows: Sequence[Row], steps: int, done: Callable[[Row], N
             if cache is None:
                 cache = model.new_cache(batch, context)
             measured = _turns(model, cache, group, each)
-        except torch.OutOfMemoryError:
-            measured = [replace(row, status=NO_ROOM) for row in group]
+        except (CapacityError, torch.OutOfMemoryError) as failure:
+            measured = [replace(row, status=NO_ROOM, why=said(failure)) for row in group]
         except Exception as failure:  # a kernel that does not compile costs its own rows alone
-            why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+            why = f"{type(failure).__name__}: {said(failure)}"
             measured = [replace(row, status=FAILED, why=why) for row in group]
         for row in measured:
             done(row)
         release(model)
+
+
+def said(failure: Exception) -> str:
+    return " ".join(str(failure).split())[:300]
 
 
 def _turns(model, cache, group: Sequence[Row], each: int) -> list[Row]:

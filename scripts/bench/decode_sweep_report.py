@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from scripts.bench.decode import context_name
-from scripts.bench.decode_sweep import MEASURED, Row
+from scripts.bench.decode_sweep import MEASURED, NO_ROOM, Row
 from scripts.bench.report import headline
 from scripts.bench.timing import Machine
 
@@ -71,7 +71,13 @@ def markdown(about: dict, setup: dict, machine: Machine | None, rows: Sequence[R
         "|---:|---:|---|---:|---|" + "---:|" * 7 + "---|",
         *(_line(rows, row) for row in sorted(rows, key=_order)),
     ]
-    notes = [f"- {row.name}: {row.status}{f': {row.why}' if row.why else ''}" for row in rows if row.why]
+    without_room: dict[str, str] = {}
+    for row in (row for row in rows if row.status == NO_ROOM and row.why):  # the first reason of each cell says enough
+        without_room.setdefault(
+            f"- batch {row.batch} at {context_name(row.context)}: {NO_ROOM}", row.why.split(" (")[0]
+        )
+    notes = [f"{cell}: {why}" for cell, why in without_room.items()]
+    notes += [f"- {row.name}: {row.status}: {row.why}" for row in rows if row.why and row.status != NO_ROOM]
     return "\n".join([*lines, *(["", *notes] if notes else [])]) + "\n"
 
 
@@ -120,6 +126,7 @@ def svg(rows: Sequence[Row], about: dict) -> str | None:
         return None
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     contexts = sorted({row.context for row in measured})
     shares = sorted({row.retention for row in measured if row.retention is not None}, reverse=True) or [None]
@@ -142,6 +149,8 @@ def svg(rows: Sequence[Row], about: dict) -> str | None:
             ticks = sorted({r.batch for r in measured})
             axis.set(xscale="log", yscale="log", xlabel="batch", ylabel="ms a token")
             axis.set_xticks(ticks, [str(t) for t in ticks])
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+            axis.yaxis.set_major_formatter("{x:g}")
             axis.minorticks_off()
             kept = "" if share is None else f", {share:g} kept"
             axis.set_title(f"{context_name(context)}{kept}", fontsize=9)

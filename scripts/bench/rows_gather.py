@@ -286,10 +286,10 @@ def _choice(shape: dict, w: Widths, device: str) -> Row:
     (H, KV, D), S, B, policy = sizes(w), shape["slots"], shape["batch"], shape["policy"]
 
     def make(i):
-        q, _, *held, start, _, _ = contract_of("choose_blocks").production.drawn(w, i, device, **shape)
+        q, _, *held, start, _, ranked = contract_of("choose_blocks").production.drawn(w, i, device, **shape)
         held[2] = None
-        run = lambda: choose_blocks(q, KV, *held, start, policy, backend="triton")
-        return run, lambda: (lost(block_scores(q, *held, start, policy), run(), policy), 1e-5)
+        run = lambda: choose_blocks(q, KV, *held, start, policy, ranked, backend="triton")
+        return run, lambda: (lost(block_scores(q, *held, start, policy), run().sort(-1).values, policy), 1e-5)
 
-    N = S // policy.block
-    return Row("block_choice", f"{N} blocks B{B} {_name(w)}", make, 4 * B * KV * N * D, 4 * B * H * N * D)
+    N, order = S // policy.block, f", {policy.kept} by importance" if shape.get("by_importance") else ""
+    return Row("block_choice", f"{N} blocks B{B} {_name(w)}{order}", make, 4 * B * KV * N * D, 4 * B * H * N * D)

@@ -107,17 +107,18 @@ def test_the_choice_and_what_is_decoded_are_those_of_the_published_rule(made, na
     for layer, tokens in enumerate(budgets(policy, len(mass))):
         wanted = published(mass[layer], policy, KV, tokens - W)
         selection = cache.layers[layer].selection
-        lists = selection.kept[0].tolist()
+        lists, slots = selection.kept[0].tolist(), selection.slots
         if tokens == P:
-            assert selection.chosen == [(0, 0)] and lists == [[*range(selection.slots)]] * KV
+            assert selection.chosen == [(0, 0)] and lists == [[*range(slots)][::-1] + [-1]] * KV
             kept.append([[*range(P)]] * KV)
             continue
         assert selection.chosen == [(tokens - W, P - W)]
-        for mine, best in zip(lists, wanted, strict=True):
+        for whole, best in zip(lists, wanted, strict=True):
+            own = slots - (P - W)
+            assert whole[:own] == [*range(P - W, slots)][::-1] and set(whole[own + len(best) :]) == {-1}
+            mine = whole[own : own + len(best)]
             assert sum(a == b for a, b in zip(mine, best)) >= 0.97 * len(best), "order"  # but for what fp32 rounds
-            assert set(mine[: len(best)]) == set(best)
-            slots = len(mine) - (P - W)
-            assert mine[len(best) :] == [*range(P - W, len(mine)), *[-1] * (len(mine) - len(best) - slots)]
+            assert set(mine) == set(best)
         kept.append([[*sorted(best), *range(P - W, P)] for best in wanted])
     found = torch.cat([model.append(ids[:, t : t + 1], cache)[0] for t in range(P, P + NEW)])
     wanted = pruned(theirs, ids, kept)
@@ -205,7 +206,7 @@ def test_a_rewind_into_the_prompt_drops_the_choice(model):
     model.append(ids[:, :150], cache, logits="none", prompt=True)
     before = listed(cache)
     cache.rewind([0, 30])
-    everything = torch.arange(cache.layers[0].selection.slots, dtype=torch.int32)
+    everything = torch.arange(cache.layers[0].selection.slots - 1, -2, -1, dtype=torch.int32)
     for now, then in zip(listed(cache), before):
         assert torch.equal(now[0], then[0]) and torch.equal(now[1], everything.expand(2, -1))
     cache.reset()
@@ -243,15 +244,13 @@ def test_stopping_reads_the_newest_first(model):
         model.attention = Attention(SNAP)
     selection = cache.layers[0].selection
     step = type("S", (), dict(captured=False, starts=[180, 120], T=3, B=2, rows=slice(0, 2)))()
-    step.pos = torch.tensor([[180, 181, 182], [120, 121, 122]])
-    for newest in (False, True):
-        lists = selection.lists(step, newest)
-        for b, t in ((0, 0), (0, 2), (1, 1)):
-            k, since = selection.chosen[b]
-            here, best = int(step.pos[b, t]), selection.kept[b, 1, :k].tolist()
-            order = [p for p in lists[b, t, 1].tolist() if 0 <= p <= here]
-            recent = list(range(since, here + 1))
-            assert order == ([*recent[::-1], *best] if newest else [*best, *recent])
+    step.pos, step.memo = torch.tensor([[180, 181, 182], [120, 121, 122]]), lambda key, compute: compute()
+    lists = selection.lists(step)
+    for b, t in ((0, 0), (0, 2), (1, 1)):
+        k, since = selection.chosen[b]
+        here, own = int(step.pos[b, t]), selection.slots - since
+        order = [p for p in lists[b, t, 1].tolist() if p >= 0]
+        assert order == [*range(since, here + 1)][::-1] + selection.kept[b, 1, own : own + k].tolist()
 
 
 def test_drafts_are_verified_by_the_fixed_choice(model):

@@ -294,6 +294,21 @@ def test_choice_among_more_blocks_than_one_program_holds(monkeypatch):
         assert torch.equal(choose_blocks(*args, backend="triton"), choose_blocks(*args))
 
 
+@pytest.mark.parametrize("held", [64, 8192], ids=["searched by the indexer", "one program"])
+def test_many_kept_blocks_are_ordered_by_several_programs(monkeypatch, held):
+    """Each places 16 of them; some scores are equal, rows have fewer blocks than are kept, and one has no distant
+    block."""
+    for name, value in (("HELD", held), ("ALONE", 8), ("PLACED", 16), ("COMPARED", 16)):
+        monkeypatch.setattr(choice, name, value)
+    q, low, high, mean, start = choice_inputs(4, 1, 4, 2, 100, 8, [0, 16 * 90 + 3, 16 * 30, 16 * 99])
+    for summary in (low, high, mean):
+        summary[:, :, 40:60] = summary[:, :, 41:42]
+    for by_importance in (False, True):
+        for policy in (Policy("p", "bound", 16, 2, 3, 50), Policy("p", "mean", 16, 0, 1, 33)):
+            args = q, 2, low, high, mean, start, policy, by_importance
+            assert torch.equal(choose_blocks(*args, backend="triton"), choose_blocks(*args))
+
+
 def test_sink_and_window_need_no_summaries():
     start = torch.tensor([0, 130, 3000], device=DEVICE)
     for by_importance in (False, True):

@@ -181,7 +181,7 @@ def test_ties_are_won_by_the_lowest_block():
         draw = lambda *shape: torch.randint(-1, 2, shape, generator=g, device=DEVICE).to(BF16)
         low, high, q = draw(2, 2, N, 64), draw(2, 2, N, 64), draw(2, 1, 8, 64)
         start = torch.tensor([N * block - 1, 3000 * block + 5], device=DEVICE)
-        for k in (1, 29, 250):
+        for k in (1, 29, 250, 900):
             for by_importance in (False, True):
                 policy = Policy("p", "bound", block, 1, 2, k)
                 args = q, 2, torch.minimum(low, high), torch.maximum(low, high), None, start, policy, by_importance

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4.errors import CapacityError
 from dsv4.model.dummy import load_dummy
 from dsv4.model.gqa import dummy as geometries
 from scripts import bench_decode
 from scripts.bench import decode_sweep, decode_sweep_report, report
-from scripts.bench.decode_sweep import ATTENTIONS, FAILED, MEASURED, NO_TIME, PENDING, RULE
+from scripts.bench.decode_sweep import ATTENTIONS, FAILED, MEASURED, NO_ROOM, NO_TIME, PENDING, RULE
 
 EAGER = "tau=1e9,phi=2,patience=1"
 THIN = dict(hidden_size=64, intermediate_size=96, vocab_size=300, num_attention_heads=8, num_key_value_heads=2)
@@ -117,6 +118,20 @@ def test_no_time_and_failures_are_said(tmp_path, monkeypatch):
     assert [r.status for r in done] == [NO_TIME] * 4
     text = decode_sweep_report.markdown(about(), SETUP, None, done)
     assert text.count("| no time left |") == 4
+
+
+def test_a_cache_that_does_not_fit_is_no_failure(monkeypatch):
+    m, done = model(), []
+
+    def refused(*_, **__):
+        raise CapacityError("the cache needs 5 bytes, and there are 4")
+
+    monkeypatch.setattr(m, "new_cache", refused)
+    rows = decode_sweep.planned(m, ("dense", "sink-window"), [0.5], [EAGER], [(1, C)])
+    decode_sweep.measure_cell(m, rows, 2, done.append)
+    assert [r.status for r in done] == [NO_ROOM] * 4
+    text = decode_sweep_report.markdown(about(), SETUP, None, done)
+    assert text.count("| no room |") == 4 and text.count("- batch 1 at 1K: no room: the cache needs 5 bytes") == 1
 
 
 SETUP = dict(geometry="x", layers=1, numerics="native", backend="cpu", weight_bytes=1, beta=3e12)

@@ -23,8 +23,8 @@ class SelfAttention(Module):
 
     With a rule that never stops, the output equals attention without a rule bit for bit, because both add the same
     tiles in the same order, on a GPU in as many splits. That holds for dense attention (there in tiles of 128), and for
-    one list of blocks given to both. But a policy lists its blocks by importance under a rule, and ascending without
-    one, so those two logits may differ by rounding, on every backend.
+    one list given to both, as a policy that chooses once does. But a policy that searches lists its blocks by
+    importance under a rule, and ascending without one, so those two logits may differ by rounding, on every backend.
     """
 
     def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
@@ -163,7 +163,7 @@ class SelfAttention(Module):
                 f"policy {policy.name} reads what it chose after the prompt, and this cache keeps no such choice: make "
                 "it after model.attention is set, and append the prompt then"
             )
-        tokens = self.selection.lists(step, self.reading.termination is not None)
+        tokens = self.selection.lists(step)
         self.reach = tokens.shape[3]
         return self._gathered(q, keys, values, tokens, step)
 

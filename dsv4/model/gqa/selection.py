@@ -2,9 +2,10 @@
 (`dsv4.kernels.block_choice.Observed`).
 
 A prompt's steps leave the queries of its last tokens here, and each step chooses anew, so that after the last one the
-choice is that of the whole prompt. Then it is fixed: the list of a row has the chosen tokens before the window by
-falling score, then every position from the window's first token to the end of the cache. Attention masks by position,
-so a decoding step reads the list as it is, captured or not, and a rewind to any place after the prompt changes nothing.
+choice is that of the whole prompt. Then it is fixed: the list of a row has every position from the end of the cache
+back to the window's first token, then the chosen tokens before the window by falling score. A step at position p reads
+the list from p on, captured or not, in the order of a traversal that may stop, and a rewind to any place after the
+prompt changes nothing.
 
 A prompt is an unbroken run of prompt tokens. One that follows decoded tokens chooses again, over the whole context, by
 its own queries. A rewind into a prompt drops the choice: until the next prompt everything is read.
@@ -22,18 +23,23 @@ from dsv4.model.step import Step
 def selection_streams(
     config: GQAConfig, batch: int, slots: int, numerics: Numerics, policy: Observed
 ) -> tuple[Stream, ...]:
-    """Buffers of one layer: the list of each row and KV head, the queries of the window, two counts a row."""
+    """Buffers of one layer: the list of each row and KV head, whose last entry is always −1, and the queries of the
+    window."""
     c, W = config, policy.window
     KV, H, D, dtype = c.num_key_value_heads, c.num_attention_heads, c.head_dim, numerics.activation
     return (
-        Stream("kept tokens", (batch, KV, slots), torch.int32, f"{batch} rows × {KV} heads × {slots} tokens × 4 B"),
+        Stream(
+            "kept tokens",
+            (batch, KV, slots + 1),
+            torch.int32,
+            f"{batch} rows × {KV} heads × ({slots} + 1) tokens × 4 B",
+        ),
         Stream(
             "observed queries",
             (batch, W, H, D),
             dtype,
             f"{batch} rows × window of {W} × {H} heads × {D} × {dtype.itemsize} B",
         ),
-        Stream("kept counts", (batch, 2), torch.int64, f"{batch} rows × 2 × 8 B"),
     )
 
 
@@ -41,11 +47,9 @@ class Selection:
     """Of the `layer`-th of `layers` layers that choose. tensors: the buffers of `selection_streams`, by name."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], policy: Observed, layer: int, layers: int):
-        self.kept, self.queries, self.counts = (
-            tensors[name] for name in ("kept tokens", "observed queries", "kept counts")
-        )
+        self.kept, self.queries = tensors["kept tokens"], tensors["observed queries"]
         self.policy, self.place = policy, (layer, layers)
-        batch, _, self.slots = self.kept.shape
+        batch, self.slots = len(self.kept), self.kept.shape[2] - 1
         self.runs = [(0, 0)] * batch  # the positions of each row's last prompt: from the first up to the second
         # of each row: chosen tokens before the window, and the position from which on everything is read
         self.chosen = [(0, 0)] * batch
@@ -88,21 +92,20 @@ class Selection:
 
     def _keep(self, b: int, best: torch.Tensor, since: int) -> None:
         """Row b reads `best` int [KV, k], and everything from `since` on."""
-        k, row = best.shape[1], self.kept[b]
-        self.chosen[b], self.counts[b, 0], self.counts[b, 1] = (k, since), k, since
+        k, row, own = best.shape[1], self.kept[b], self.slots - since
+        self.chosen[b] = k, since
         row.fill_(-1)
-        row[:, :k] = best.to(row.dtype)
-        row[:, k : k + self.slots - since] = torch.arange(since, self.slots, dtype=row.dtype, device=row.device)
+        row[:, :own] = torch.arange(self.slots - 1, since - 1, -1, dtype=row.dtype, device=row.device)
+        row[:, own : own + k] = best.to(row.dtype)
 
     @property
     def width(self) -> int:
         """Entries of the longest list, up to the end of the cache: what a captured step reads lists by."""
         return max(k + self.slots - since for k, since in self.chosen)
 
-    def lists(self, step: Step, newest_first: bool) -> torch.Tensor:
-        """The list of every query of a step: int32 [B, T, KV, n], −1 where nothing is. newest_first: the order of a
-        traversal that may stop, from the newest token back to the window's first, then the chosen by falling score.
-        """
+    def lists(self, step: Step) -> torch.Tensor:
+        """The list of every query of a step: int32 [B, T, KV, n], −1 where nothing is. From the query's own token back
+        to the window's first, then the chosen by falling score."""
         if step.captured:
             n = self.width
         else:
@@ -111,15 +114,14 @@ class Selection:
                 for (k, since), start in zip(self.chosen[step.rows], step.starts, strict=True)
             )
         shape = (step.B, step.T, self.kept.shape[1], n)
-        rows = self.kept[step.rows].unsqueeze(1)
-        if not newest_first:
-            return rows[..., :n].expand(shape).contiguous()
-        k, since = (t.view(-1, 1, 1, 1) for t in self.counts[step.rows].unbind(1))
-        i = torch.arange(n, device=rows.device)
-        recent = step.pos.view(step.B, step.T, 1, 1) - since + 1
-        at = torch.where(i < recent, k + recent - 1 - i, i - recent)
-        found = rows.expand(*shape[:3], self.slots).gather(-1, at.clamp(0, self.slots - 1).expand(shape))
-        return torch.where(i < recent + k, found, -1)
+        rows = self.kept[step.rows].unsqueeze(1).expand(*shape[:3], self.slots + 1)
+        return rows.gather(-1, step.memo(("places of lists", n), lambda: self._places(step, n)).expand(shape))
+
+    def _places(self, step: Step, n: int) -> torch.Tensor:
+        """Where the n entries that each query reads lie: int64 [B, T, 1, n]. Layers with lists of one length share
+        them."""
+        own = self.slots - 1 - step.pos.view(step.B, step.T, 1, 1)
+        return (own + torch.arange(n, device=own.device)).clamp_(max=self.slots)
 
     def read(self, end: int) -> dict:
         """What the last token of a row that holds `end` tokens reads, by the row of the longest prompt: `tokens`, those
