@@ -5,8 +5,8 @@
 
 Each entry of audits/index.json names files by their common beginning, says what they show, and lists the folders whose
 code they measure. Command, commit, device, versions and date come from a file's header: the keys of a JSON, the first
-lines of a markdown file, or the JSON beside a picture or a log. A report that has its provenance at the end gets a
-header under its title.
+lines of a markdown file, or the JSON, else the markdown, beside a picture or a log. A report that has its provenance at
+the end gets a header under its title.
 
 Whether a file is older than the code comes from git: it is older if a commit behind its own touched one of the
 folders. Commits of .git-blame-ignore-revs changed the form of the code only and do not count. Without history (a
@@ -102,10 +102,11 @@ def header(path: Path) -> Header:
         return _of_document(path)
     if path.suffix == ".md":
         return _of_markdown(path)
-    beside = [f for f in path.parent.glob("*.json") if path.name.startswith(f.name.split(".")[0])]
-    if not beside:
-        raise Unmarked(f"{path}: no JSON beside it has its header; expected {path.stem}.json or {path.stem}.about.json")
-    return _of_document(max(beside, key=lambda f: len(f.name)))
+    for suffix, read in ((".json", _of_document), (".md", _of_markdown)):
+        beside = [f for f in path.parent.glob(f"*{suffix}") if path.name.startswith(f.name.split(".")[0])]
+        if beside:
+            return read(max(beside, key=lambda f: len(f.name)))
+    raise Unmarked(f"{path}: no file beside it has its header; expected {path.stem}.json, .about.json or .md")
 
 
 def _of_document(path: Path) -> Header:

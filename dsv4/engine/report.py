@@ -27,7 +27,13 @@ def request_document(result: Result, text: str | None = None) -> dict:
 
 
 def document(about: Mapping, figures: Mapping, requests: Sequence[Mapping]) -> dict:
-    """JSON values. requests: of `request_document`; latency: of all of them, seconds."""
+    """JSON values. requests: of `request_document`, all submitted when the run began; latency: of all of them, seconds.
+    last_token_seconds: when the last token came, None without tokens."""
+    ends = [
+        r["time_to_first_token_seconds"] + sum(r["inter_token_seconds"])
+        for r in requests
+        if r["time_to_first_token_seconds"] is not None
+    ]
     firsts = [r["time_to_first_token_seconds"] for r in requests if r["time_to_first_token_seconds"] is not None]
     drafted, accepted = (sum(r[key] for r in requests) for key in ("drafted", "accepted"))
     totals = {
@@ -38,6 +44,7 @@ def document(about: Mapping, figures: Mapping, requests: Sequence[Mapping]) -> d
         "drafted": drafted,
         "accepted": accepted,
         "acceptance": accepted / drafted if drafted else None,
+        "last_token_seconds": max(ends, default=None),
     }
     latency = {
         "time_to_first_token": percentiles(firsts),
@@ -80,6 +87,7 @@ def markdown(name: str, report: dict) -> str:
         f"{totals['requests']} requests, {totals['failed']} failed; {totals['tokens']} tokens in {totals['passes']} "
         f"passes and {figures['steps']} steps; {totals['accepted']} of {totals['drafted']} drafts accepted"
         + (f" ({totals['acceptance']:.1%})." if totals["drafted"] else "."),
+        *_rate(totals),
         f"{figures['evictions']} evictions; page hit rate of prefixes {figures['prefix_hit_rate']:.1%}; "
         f"{figures['share_of_steps_under_pressure']:.1%} of the steps under pressure (over "
         f"{PRESSURE_PERCENT} % of a pool live).",
@@ -106,6 +114,13 @@ def markdown(name: str, report: dict) -> str:
     ]
     lines += ["", f"![sizes, acceptance, latency, live pages and their fragmentation](batch_{name}.svg)"]
     return "\n".join([*lines, *([""] if about["notes"] else []), *(f"- {note}" for note in about["notes"])]) + "\n"
+
+
+def _rate(totals: Mapping) -> list[str]:
+    seconds = totals["last_token_seconds"]
+    return (
+        [f"The last token came after {seconds:.2f} s: {totals['tokens'] / seconds:,.0f} tokens/s."] if seconds else []
+    )
 
 
 def _row(r: Mapping) -> str:

@@ -110,7 +110,9 @@ def test_passes_block_sizes_and_acceptance_of_the_engine(model):
         "drafted": 13,
         "accepted": 7,
         "acceptance": 7 / 13,
+        "last_token_seconds": 8.5,
     }
+    assert "The last token came after 8.50 s: 1 tokens/s." in markdown("passes", report)
     assert "| r | max_tokens | 12 | 4 | 13 | 7 (54%) | 3.25 | 1.69 | – | 0 | 1000.0 |" in markdown("passes", report)
 
 

@@ -89,6 +89,9 @@ def test_the_report_holds_the_figures_of_the_run(run, requests, tmp_path):
         "drafted": greedy["drafted"] + sampled["drafted"],
         "accepted": greedy["accepted"] + sampled["accepted"],
         "acceptance": (greedy["accepted"] + sampled["accepted"]) / (greedy["drafted"] + sampled["drafted"]),
+        "last_token_seconds": max(
+            d["time_to_first_token_seconds"] + sum(d["inter_token_seconds"]) for d in (greedy, sampled)
+        ),
     }
     assert report["latency_seconds"]["inter_token"] == percentiles(
         greedy["inter_token_seconds"] + sampled["inter_token_seconds"]
