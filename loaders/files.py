@@ -5,6 +5,7 @@ readable alone, peak memory must be the model plus one tensor, and a broken file
 """
 
 import json
+import math
 import os
 import struct
 from collections import Counter
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from dsv4.loaders.cuts import Cut
 from dsv4.loaders.errors import CheckpointError
 
 DTYPES = {
@@ -62,6 +64,26 @@ class Files:
             f.seek(tensor.offset + start)
             if nbytes and f.readinto(memoryview(buffer.numpy())) != nbytes:
                 raise CheckpointError(f"{tensor.file.name}: the file ends inside tensor {tensor.key}; it is truncated")
+        return buffer
+
+    def read_part(self, tensor: FileTensor, start: int, nbytes: int, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
+        """Bytes of the part `cut` of the array `shape`, which is [start, start + nbytes) of a tensor, as a fresh uint8
+        buffer. Columns are read row by row."""
+        rows = math.prod(shape[: cut.axis])
+        line = nbytes // max(1, rows)  # bytes of the cut axis and of those after it
+        element = line // max(1, shape[cut.axis])
+        first, last = cut.start * element, cut.stop * element
+        if rows == 1:
+            return self.read(tensor, start + first, last - first)
+        buffer = torch.empty(rows * (last - first), dtype=torch.uint8)
+        parts = memoryview(buffer.numpy())
+        with open(tensor.file, "rb") as f:
+            for row in range(rows if last > first else 0):
+                part = parts[row * (last - first) : (row + 1) * (last - first)]
+                if os.preadv(f.fileno(), [part], tensor.offset + start + row * line + first) != len(part):
+                    raise CheckpointError(
+                        f"{tensor.file.name}: the file ends inside tensor {tensor.key}; it is truncated"
+                    )
         return buffer
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dsv4.loaders.cuts import Cut
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.expected import matrix
 from dsv4.loaders.files import DTYPES, some
@@ -27,7 +28,8 @@ class Piece:
 
     parameter: name in the model. index: which part (`()` for all of it; a slice of the stack for experts).
     names: official tensor name by role: {'raw': …} for a copy; {'weight': …, 'scale': …, 'global': …} where a
-    quantised matrix is dequantised into a dense parameter, whose FP8 block is then given.
+    quantised matrix is dequantised into a dense parameter, whose FP8 block is then given. cut: the part of the tensor
+    that this rank holds, None for all of it; of a dequantised matrix the part of the matrix. shape: of what it holds.
     """
 
     parameter: str
@@ -35,6 +37,7 @@ class Piece:
     index: tuple = ()
     shape: tuple[int, ...] = ()
     block: tuple[int, int] = (128, 128)
+    cut: Cut | None = None
 
     def span(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Elements [start, stop) that it fills of a contiguous parameter of `shape`; a slice in `index` comes last."""
@@ -48,12 +51,13 @@ class Piece:
 
     def stored_shapes(self, sources: Mapping[str, Source]) -> dict[str, tuple[int, ...]]:
         """Shape that each of its tensors must have in the file, by official name."""
+        whole = self.shape if self.cut is None else self.cut.of(self.shape)
         if "raw" in self.names:
-            return {self.names["raw"]: self.shape}
+            return {self.names["raw"]: whole}
         name = self.names["weight"]
         form = "NVFP4" if "global" in self.names else "FP8" if sources[name].dtype == "F8_E4M3" else "MXFP4"
         tensors: dict = {}
-        matrix(tensors, name.removesuffix(".weight"), self.shape, form, self.block, "F8_E8M0")
+        matrix(tensors, name.removesuffix(".weight"), whole, form, self.block, "F8_E8M0")
         return {name: tensors[name][1] for name in self.names.values()}
 
 
@@ -69,6 +73,7 @@ class LoadLedger:
     faults: list[str] = field(default_factory=list)
     sources: Mapping[str, Source] = field(default_factory=dict)
     parameters: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # name → (dtype, shape)
+    held: dict[str, Cut | None] = field(default_factory=dict)  # official name → the part that this rank holds
 
     def account(
         self, pieces: Iterable[Piece], sources: Mapping[str, Source], parameters: Mapping[str, torch.Tensor], reason_for
@@ -112,7 +117,7 @@ class LoadLedger:
             source, stored = self.sources[name], DTYPES[self.sources[name].dtype]
             if name in self.used:
                 self.faults.append(f"tensor {name} is taken by both {self.used[name]} and {piece.parameter}")
-            self.used[name] = piece.parameter
+            self.used[name], self.held[name] = piece.parameter, piece.cut
             if source.shape != shape and not {source.shape, shape} <= {(), (1,)}:
                 self.faults.append(f"tensor {name} has shape {list(source.shape)}; the config asks for {list(shape)}")
                 fits = False

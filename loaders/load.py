@@ -8,6 +8,7 @@ import torch
 
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
 from dsv4.loaders.config_files import family_of, read_config
+from dsv4.loaders.cuts import Cut
 from dsv4.loaders.decoders import DECODER, DECODERS
 from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import DTYPES, Files, Progress, open_checkpoint, read_json
@@ -71,12 +72,16 @@ class Inventory:
         must not pass for them."""
         return "mtp.0.main_norm.weight" in self.sources
 
-    def read(self, name: str) -> torch.Tensor:
-        """An official tensor with its stored dtype and shape. Raises CheckpointError if it holds NaN."""
+    def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """An official tensor, or a part of it, with its stored dtype and shape. Raises CheckpointError if it holds
+        NaN."""
         source = self.sources[name]
-        tensor = (
-            self.files.read(source.tensor, source.start, source.nbytes).view(DTYPES[source.dtype]).view(source.shape)
-        )
+        if cut is None:
+            raw, shape = self.files.read(source.tensor, source.start, source.nbytes), source.shape
+        else:
+            shape = *source.shape[: cut.axis], cut.stop - cut.start, *source.shape[cut.axis + 1 :]
+            raw = self.files.read_part(source.tensor, source.start, source.nbytes, source.shape, cut)
+        tensor = raw.view(DTYPES[source.dtype]).view(shape)
         bad = poisoned(tensor)
         if bad:
             what = "negative indices" if not tensor.is_floating_point() else "NaN"
@@ -92,14 +97,15 @@ class Inventory:
                     f"tie_word_embeddings is true in config.json, but {HEAD} is not {EMBEDDING}; correct one of them"
                 )
 
-    def read_matrix(self, base: str, block: tuple[int, int]) -> torch.Tensor:
-        """A matrix by its official name without suffix, dequantised to fp32 [O, K]."""
-        return to_float(self.read_packed(base, block))
+    def read_matrix(self, base: str, block: tuple[int, int], cut: Cut | None = None) -> torch.Tensor:
+        """A matrix by its official name without suffix, or a part of it, dequantised to fp32 [O, K]."""
+        return to_float(self.read_packed(base, block, cut))
 
-    def read_packed(self, base: str, block: tuple[int, int]) -> PackedWeight:
-        """A matrix as stored."""
+    def read_packed(self, base: str, block: tuple[int, int], cut: Cut | None = None) -> PackedWeight:
+        """A matrix, or a part of it, as stored."""
         form = self.formats[base]
-        tensors = {role: self.read(name) for role, name in matrix_names(base, form).items()}
+        cuts = stored_cuts(form, block, cut, base)
+        tensors = {role: self.read(name, cuts.get(role)) for role, name in matrix_names(base, form).items()}
         weight = tensors["weight"]
         if weight.dtype is torch.int8:
             weight = weight.view(torch.uint8)
@@ -117,6 +123,20 @@ def matrix_names(base: str, form: WeightFormat) -> dict[str, str]:
     return {"weight": f"{base}.weight", "scale": f"{base}.scale"}
 
 
+def stored_cuts(form: WeightFormat, block: tuple[int, int], cut: Cut | None, name: str) -> dict[str, Cut]:
+    """The part of each stored tensor of a matrix, by role, that a part of the matrix needs: codes that are packed by
+    pairs, and scales of blocks. Raises UnsupportedInput for a cut within a block."""
+    if cut is None:
+        return {}
+    by_row = {WeightFormat.MXFP4: 32, WeightFormat.NVFP4: 16}.get(form)
+    if form is WeightFormat.DENSE:
+        return {"weight": cut}
+    if form is WeightFormat.FP8:
+        return {"weight": cut, "scale": cut.stored(block[cut.axis], name)}
+    codes, scales = (2, by_row) if cut.axis == 1 else (1, 1)
+    return {"weight": cut.stored(codes, name), "scale": cut.stored(scales, name)}
+
+
 def fill(
     pieces: Iterable[Piece],
     inventory: Inventory,
@@ -128,14 +148,16 @@ def fill(
     Raises CheckpointError for NaN in the file, and for a stored dtype that would have to be narrowed.
     """
     pieces = list(pieces)
-    size = lambda piece: sum(inventory.sources[n].nbytes for n in piece.names.values())
+    size = lambda piece: int(
+        sum(inventory.sources[n].nbytes for n in piece.names.values()) * (piece.cut.share if piece.cut else 1)
+    )
     total, done = sum(map(size, pieces)), 0
     for piece in pieces:
         target = parameters[piece.parameter][piece.index]
         if "raw" in piece.names:
-            value = _as(inventory.read(piece.names["raw"]), target.dtype, piece.names["raw"])
+            value = _as(inventory.read(piece.names["raw"], piece.cut), target.dtype, piece.names["raw"])
         else:
-            value = inventory.read_matrix(piece.names["weight"].removesuffix(".weight"), piece.block)
+            value = inventory.read_matrix(piece.names["weight"].removesuffix(".weight"), piece.block, piece.cut)
         target.copy_(value.view(target.shape) if value.numel() == 1 else value)
         done += size(piece)
         if progress is not None:

@@ -15,10 +15,12 @@ import torch
 from dsv4.cache.layer import CompressorCache, LayerCache
 from dsv4.errors import MissingSelection
 from dsv4.kernels.fusions.compositions import KV_BLOCK, pool_windows
+from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, RMSNorm, parameter
 from dsv4.model.module import Input, Map, Module, composed, fuses
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.spec import LayerKind, LayerSpec
 from dsv4.model.step import Step
 
@@ -28,26 +30,32 @@ class WindowAttention(Module):
 
     q = RoPE(rms(wq_b · q_norm(wq_a x))) per head; kv = RoPE(kv_norm(wkv x)); after attention the
     output's rotated dims are rotated back at the query's position, and each of o_groups groups of
-    heads is projected by its own slice of wo_a before wo_b.
+    heads is projected by its own slice of wo_a before wo_b. Of several ranks each has some groups and their heads, and
+    adds the others' results.
     """
 
     kind = LayerKind.WINDOW
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
-        c = config
-        self.H, self.D, self.W, self.groups = c.num_attention_heads, c.head_dim, c.sliding_window, c.o_groups
+        c, self.ranks = config, ranks
+        self.D, self.W = c.head_dim, c.sliding_window
+        heads = ranks.even(c.num_attention_heads, "num_attention_heads")
+        groups = ranks.even(c.o_groups, "o_groups", c.o_lora_rank)
+        self.H, self.groups = heads.size, groups.size // c.o_lora_rank
         self.rope = c.qk_rope_head_dim
         self.wq_a = Linear(c.q_lora_rank, c.hidden_size, store("wq_a"), numerics, op)
         self.q_norm = RMSNorm(c.q_lora_rank, c.rms_norm_eps, store("q_norm").dtype, op)
-        self.wq_b = Linear(self.H * self.D, c.q_lora_rank, store("wq_b"), numerics, op)
+        rows = ranks.even(c.num_attention_heads, "num_attention_heads", self.D)
+        self.wq_b = Linear(rows.size, c.q_lora_rank, store("wq_b"), numerics, op, cut=rows)
         self.wkv = Linear(self.D, c.hidden_size, store("wkv"), numerics, op)
         self.kv_norm = RMSNorm(self.D, c.rms_norm_eps, store("kv_norm").dtype, op)
         self.attn_sink = parameter(self.H)
-        self.wo_a = GroupedLinear(
-            c.o_groups * c.o_lora_rank, self.H * self.D // c.o_groups, store("wo_a"), numerics, op
-        )
-        self.wo_b = Linear(c.hidden_size, c.o_groups * c.o_lora_rank, store("wo_b"), numerics, op)
+        if ranks.size > 1:
+            self.cuts = {"attn_sink": heads}
+        per_group = c.num_attention_heads * self.D // c.o_groups
+        self.wo_a = GroupedLinear(groups.size, per_group, store("wo_a"), numerics, op, cut=groups)
+        self.wo_b = Linear(c.hidden_size, groups.size, store("wo_b"), numerics, op, cut=groups.columns)
         self.spec, self.ratio, self.base = spec, spec.ratio, spec.rope
         self.scale, self.eps = c.softmax_scale, c.rms_norm_eps
         self.numerics, self.simulate_kv, self.op = numerics, numerics.simulate_kv, op
@@ -59,7 +67,10 @@ class WindowAttention(Module):
         qr, q = self.queries(given, step)
         window = step.parts.window(self, given, step, cache.window)
         o = self._attend(given, qr, q, window, cache.window.last(step, self.W), step, cache)
-        return self.wo_b(step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups))
+        o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups)
+        if self.ranks.size == 1:
+            return self.wo_b(o)
+        return self.ranks.sum(self.wo_b(o, exact=True)).to(o.dtype)
 
     def maps(self, step: Step) -> list[Map]:
         """The linear maps of the layer's input."""
@@ -118,8 +129,8 @@ class CSAAttention(WindowAttention):
 
     kind = LayerKind.CSA
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
-        super().__init__(config, spec, numerics, store, op)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
+        super().__init__(config, spec, numerics, store, op, ranks)
         self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
         self.indexer = LightningIndexer(config, spec, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
 
@@ -154,8 +165,8 @@ class HCAAttention(WindowAttention):
 
     kind = LayerKind.HCA
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
-        super().__init__(config, spec, numerics, store, op)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
+        super().__init__(config, spec, numerics, store, op, ranks)
         self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
 
     def maps(self, step: Step) -> list[Map]:
@@ -278,8 +289,8 @@ class GroupedLinear(Linear):
     Never simulated: the official code dequantises wo_a to bf16 and multiplies in bf16.
     """
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, cut: Cut | None = None):
+        super().__init__(*args, cut=cut)
         self.simulate = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

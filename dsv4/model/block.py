@@ -10,6 +10,7 @@ from dsv4.model.linear import RMSNorm, parameter
 from dsv4.model.module import Module, fuses
 from dsv4.model.moe import MoE
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.spec import LayerSpec
 from dsv4.model.step import Step
 
@@ -56,14 +57,14 @@ class HyperHead(Module):
 class Block(Module):
     """streams → streams, as the layer's spec says."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
         self.spec = spec
         self.hc_attn, self.hc_ffn = HyperConnection(config, op), HyperConnection(config, op)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("attn_norm").dtype, op)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("ffn_norm").dtype, op)
-        self.attn = ATTENTION[spec.kind](config, spec, numerics, lambda leaf: store(f"attn.{leaf}"), op)
-        self.ffn = MoE(config, spec.hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op)
+        self.attn = ATTENTION[spec.kind](config, spec, numerics, lambda leaf: store(f"attn.{leaf}"), op, ranks)
+        self.ffn = MoE(config, spec.hashed, numerics, lambda leaf: store(f"ffn.{leaf}"), op, ranks)
         self.op = op
 
     def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:

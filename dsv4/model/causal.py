@@ -13,9 +13,10 @@ from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
 from dsv4.kernels.replacing import replacements_of
 from dsv4.model.arguments import check_cache, check_chunk, check_ids, check_logits, check_room, check_tokens, new_counts
-from dsv4.model.linear import Linear, parameter
+from dsv4.model.linear import Linear, Storage, parameter
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.step import CapturedStep, Step
 
 CHUNK, GPU_CHUNK = 256, 2048  # tokens of a row in one step: prefill memory grows with it, not with the prompt
@@ -23,22 +24,38 @@ DECODED = 16  # the most tokens of an append that count as decoding by default
 
 
 class Embedding(Module):
-    """Token embedding [vocab, d]."""
+    """Token embedding [vocab, d]; of several ranks each has a part of the vocabulary."""
 
-    def __init__(self, config, dtype: torch.dtype):
+    def __init__(self, config, dtype: torch.dtype, ranks: Ranks = ALONE):
         super().__init__()
-        self.weight = parameter(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.ranks, self.part = ranks, ranks.slots(config.vocab_size)
+        self.weight = parameter(self.part.size, config.hidden_size, dtype=dtype)
+        if self.part.partial:
+            self.cuts = {"weight": self.part}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        if self.ranks.size == 1:
+            return F.embedding(ids, self.weight)
+        mine = (ids >= self.part.start) & (ids < self.part.stop)
+        if not self.part.size:
+            found = self.weight.new_zeros(*ids.shape, self.weight.shape[1])
+        else:
+            found = F.embedding((ids - self.part.start).clamp(0, self.part.size - 1), self.weight)
+        return self.ranks.sum(found.masked_fill(~mine.unsqueeze(-1), 0.0))
 
 
 class Head(Linear):
-    """Output projection: logits = W·y in fp32."""
+    """Output projection: logits = W·y in fp32; of several ranks each has a part of the vocabulary, and gets the others'
+    logits."""
+
+    def __init__(self, config, storage: Storage, numerics: Numerics, op, ranks: Ranks = ALONE):
+        part = ranks.slots(config.vocab_size)
+        super().__init__(part.size, config.hidden_size, storage, numerics, op, cut=part)
+        self.ranks, self.vocab = ranks, config.vocab_size
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # never other than exact
         """y [N, d] → fp32 [N, vocab]."""
-        return super().forward(y, exact=True)
+        return self.ranks.joined(super().forward(y, exact=True), self.vocab)
 
 
 class CausalLM(Module):
@@ -54,9 +71,16 @@ class CausalLM(Module):
     mtp: Any
     cache_class: type[Cache] = Cache
 
-    def __init__(self, config, numerics: Numerics, backend: str, replacements: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        config,
+        numerics: Numerics,
+        backend: str,
+        replacements: Mapping[str, Any] | None = None,
+        ranks: Ranks = ALONE,
+    ):
         super().__init__()
-        self.config, self.numerics, self.backend = config, numerics, backend
+        self.config, self.numerics, self.backend, self.ranks = config, numerics, backend, ranks
         self.replacements = replacements_of(replacements)  # kernels of the user's, by operation
         self.dispatch = DispatchLedger()
         self.device = torch.device("cpu")

@@ -33,6 +33,7 @@ from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module, fuses
 from dsv4.model.mtp import MTPBlock
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.rope import frequencies
 from dsv4.model.step import CapturedStep, Step
 
@@ -45,21 +46,30 @@ class Model(CausalLM):
     (`layers.0.hc_attn.fn` for `layers.0.hc_attn_fn`) and experts are stacked.
     """
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, backend: str, store, mtp: bool, replacements=None):
-        super().__init__(config, numerics, backend, replacements)
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        backend: str,
+        store,
+        mtp: bool,
+        replacements=None,
+        ranks: Ranks = ALONE,
+    ):
+        super().__init__(config, numerics, backend, replacements, ranks)
         op = self.op = bind(OPERATIONS, backend, self.dispatch, COMPOSITIONS, self.replacements)
         op.bound = op  # see dsv4.model.module.fuses
-        self.embed = Embedding(config, store("embed").dtype)
+        self.embed = Embedding(config, store("embed").dtype, ranks)
         self.layers = nn.ModuleList(
-            Block(config, spec, numerics, partial(_within, store, spec.prefix), op) for spec in config.layers
+            Block(config, spec, numerics, partial(_within, store, spec.prefix), op, ranks) for spec in config.layers
         )
         self.mtp = nn.ModuleList(
-            MTPBlock(config, spec, numerics, partial(_within, store, spec.prefix), op)
+            MTPBlock(config, spec, numerics, partial(_within, store, spec.prefix), op, ranks)
             for spec in (config.mtp_layers if mtp else ())
         )
         self.hc_head = HyperHead(config, op)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm").dtype, op)
-        self.head = Head(config.vocab_size, config.hidden_size, store("head"), numerics, op)
+        self.head = Head(config, store("head"), numerics, op, ranks)
         self.frequencies = frequencies(config)
 
     @property
@@ -172,7 +182,7 @@ class Model(CausalLM):
 
     def _layers(self, step: Step, cache: Cache) -> Sequence[torch.Tensor]:
         """Every layer up to its last write to the streams, in the form of `Block.sublayers`."""
-        if fuses(self.op, "embed_streams", self.embed):
+        if self.ranks.size == 1 and fuses(self.op, "embed_streams", self.embed):
             table, dtype = self.embed.weight, self.numerics.activation
             streams = self.op.embed_streams(step.ids, table, self.config.hc_mult, dtype)
         else:

@@ -15,6 +15,7 @@ from dsv4.loaders.load import Inventory
 from dsv4.model.causal import CausalLM
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.tokenizer import Tokenizer
 
 
@@ -51,9 +52,16 @@ class Family(ABC):
 
     @abstractmethod
     def plan(
-        self, inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping | None = None
+        self,
+        inventory: Inventory,
+        numerics: Numerics,
+        backend: str,
+        mtp: bool | None,
+        kernels: Mapping | None = None,
+        ranks: Ranks = ALONE,
     ) -> CausalLM:
-        """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+        """The model of one of `ranks` on the meta device, its ledger held against the checkpoint's headers (not yet
+        checked)."""
 
     @abstractmethod
     def pieces(self, model: Any, within: str = "") -> list[Piece]:

@@ -7,6 +7,8 @@ from torch import nn
 
 from dsv4.errors import UnsupportedInput
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.loaders.cuts import Cut
+from dsv4.loaders.load import stored_cuts
 from dsv4.model.module import Mapped, Module
 from dsv4.model.numerics import Numerics
 
@@ -34,12 +36,13 @@ class Matrix(Module):
     [..., O, K/16], global_scale fp32 [..., parts].
 
     `stacked` names the official matrices that are stacked along O in equal parts; empty if the matrix is one of the
-    file.
+    file. `cut`: which part of that one this is, None for all of it. Raises UnsupportedInput for a cut within a block.
     """
 
-    def __init__(self, shape: tuple[int, ...], storage: Storage, stacked: tuple[str, ...] = ()):
+    def __init__(self, shape: tuple[int, ...], storage: Storage, stacked: tuple[str, ...] = (), cut: Cut | None = None):
         super().__init__()
-        self.storage, self.stacked = storage, stacked
+        self.storage, self.stacked, self.cut = storage, stacked, cut and cut.partial
+        self.cuts = stored_cuts(storage.format, storage.block, self.cut, "a matrix")
         parts = max(1, len(stacked))
         *lead, O, K = shape
         match storage.format:
@@ -82,8 +85,9 @@ class Linear(Matrix):
         numerics: Numerics,
         op,
         stacked: tuple[str, ...] = (),
+        cut: Cut | None = None,
     ):
-        super().__init__((out_features, in_features), storage, stacked)
+        super().__init__((out_features, in_features), storage, stacked, cut)
         self.op = op
         self.simulate = numerics.simulate and self.quantised
 

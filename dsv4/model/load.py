@@ -18,6 +18,7 @@ from dsv4.model.families import plan_model as plan_model
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.numerics import numerics_named
 from dsv4.model.parameters import write_parameters
+from dsv4.model.ranks import ALONE, Ranks
 
 
 def load_model(
@@ -35,6 +36,7 @@ def load_model(
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
     kernels: Mapping[str, Any] | None = None,
+    ranks: Ranks = ALONE,
 ) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
@@ -50,6 +52,7 @@ def load_model(
     reads of its cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context
     is in pinned host memory (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are
     made after that). kernels: operation → a function, or its spec as text, to run in its place (`dsv4.kernels.user`).
+    ranks: which of several processes this is that hold the model together; each reads its part of every tensor.
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
     InputError, BackendUnavailable or KernelError, each one line.
@@ -62,13 +65,15 @@ def load_model(
     family.check_choices(choice, mtp, cache, index_cache)
     if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
+    if ranks.size > 1 and device_map is not None:
+        raise InputError("several ranks and --device-map were given; each rank has one device: leave out one")
     if kv_memory is not None and device_map is not None:
         raise InputError(
             "--kv-memory host and --device-map were given; caches in host memory belong to layers on one "
             "device: leave out one"
         )
     ran_by = resolve_backend(backend, target, device_map is not None)
-    model = family.plan(inventory, choice.with_caches(cache, index_cache), ran_by, mtp, kernels)
+    model = family.plan(inventory, choice.with_caches(cache, index_cache), ran_by, mtp, kernels, ranks)
     model.ledger.check()
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(

@@ -7,7 +7,7 @@ see their own calls; `Together`, of a captured step, collects parts until a resu
 are given to them as `Any` import this module.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,14 +18,17 @@ from torch.nn.modules import module as hooks
 from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows, finish_entries
+from dsv4.loaders.cuts import Cut
 
 
 class Module(nn.Module):
     """Finds submodules as plain attributes, and calls `forward` directly while no hook is registered.
 
     Parameters are only in `_parameters`, where offloading exchanges them; code that runs in every sublayer reads them
-    there.
+    there. cuts: parameter → which part of its tensor it is, where this rank holds a part.
     """
+
+    cuts: Mapping[str, Cut] = {}
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)

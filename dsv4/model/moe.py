@@ -6,6 +6,7 @@ from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, Matrix, parameter
 from dsv4.model.module import Module, fuses
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 
 
 class Gate(Module):
@@ -32,54 +33,72 @@ class Gate(Module):
 
 
 class Experts(Module):
-    """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]."""
+    """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]; of several ranks each has
+    equally many, from number `first` on."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
-        E, I, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        mine, I, d = (
+            ranks.even(config.n_routed_experts, "n_routed_experts"),
+            config.moe_intermediate_size,
+            config.hidden_size,
+        )
+        E, self.first, self.partial = mine.size, mine.start, mine.partial is not None
         self.w13 = Matrix((E, 2 * I, d), store("w1"), stacked=("w1", "w3"))
         self.w2 = Matrix((E, d, I), store("w2"), stacked=("w2",))
         self.limit, self.op = config.swiglu_limit, op
         self.simulate = numerics.simulate and self.w13.quantised
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [N, d], indices int64 [N, k], weights fp32 [N, k] → fp32 [N, d]."""
+        """x [N, d], indices int64 [N, k], weights fp32 [N, k] → fp32 [N, d], of this rank's experts."""
+        indices, weights = self.local(indices, weights)
         return self.op.experts(x, indices, weights, self.w13.packed(), self.w2.packed(), self.limit, self.simulate)
+
+    def local(self, indices: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers among this rank's experts, and weights; another rank's expert becomes one of these with weight 0."""
+        if not self.partial:
+            return indices, weights
+        E, own = self.w13.weight.shape[0], indices - self.first
+        return own % E, torch.where((own >= 0) & (own < E), weights, 0.0)
 
 
 class SharedExpert(Module):
-    """The expert every token passes: same clamps, weight 1. w1 gate, w3 up [I, d]; w2 down [d, I]."""
+    """The expert every token passes: same clamps, weight 1. w1 gate, w3 up [I, d]; w2 down [d, I]. Of several ranks
+    each has whole blocks of its width, some perhaps none."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
-        I, d = config.moe_intermediate_size, config.hidden_size
-        self.w1 = Linear(I, d, store("w1"), numerics, op)
-        self.w3 = Linear(I, d, store("w3"), numerics, op)
-        self.w2 = Linear(d, I, store("w2"), numerics, op)
+        mine, d = ranks.blocks(config.moe_intermediate_size, config.weight_block_size[0]), config.hidden_size
+        self.w1 = Linear(mine.size, d, store("w1"), numerics, op, cut=mine)
+        self.w3 = Linear(mine.size, d, store("w3"), numerics, op, cut=mine)
+        self.w2 = Linear(d, mine.size, store("w2"), numerics, op, cut=mine.columns)
         self.limit, self.op = config.swiglu_limit, op
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, d] → fp32 [N, d]."""
+        """x [N, d] → fp32 [N, d], of this rank's width."""
+        if not self.w1.weight.shape[0]:
+            return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         return self.op.shared_expert(
             x, self.w1.packed(), self.w3.packed(), self.w2.packed(), self.limit, self.w1.simulate
         )
 
 
 class MoE(Module):
-    """Sum of the routed experts and the shared one, in fp32, cast once."""
+    """Sum of the routed experts and the shared one, and over ranks, in fp32, cast once."""
 
-    def __init__(self, config: ModelConfig, hashed: bool, numerics: Numerics, store, op):
+    def __init__(self, config: ModelConfig, hashed: bool, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
+        self.ranks = ranks
         self.gate = Gate(config, hashed, store("gate").dtype, op)
-        self.experts = Experts(config, numerics, lambda leaf: store(f"experts.{leaf}"), op)
-        self.shared_experts = SharedExpert(config, numerics, lambda leaf: store(f"shared_experts.{leaf}"), op)
+        self.experts = Experts(config, numerics, lambda leaf: store(f"experts.{leaf}"), op, ranks)
+        self.shared_experts = SharedExpert(config, numerics, lambda leaf: store(f"shared_experts.{leaf}"), op, ranks)
         self.op = op
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
         indices, weights = self.gate(x, ids)
         routed, shared = self.experts, self.shared_experts
-        if fuses(self.op, "moe", routed, shared):
+        if fuses(self.op, "moe", routed, shared) and self.ranks.size == 1:
             matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
             return self.op.moe(
                 x,
@@ -92,4 +111,4 @@ class MoE(Module):
                 routed.simulate,
                 shared.w1.simulate,
             )
-        return (routed(x, indices, weights) + shared(x)).to(x.dtype)
+        return self.ranks.sum(routed(x, indices, weights) + shared(x)).to(x.dtype)

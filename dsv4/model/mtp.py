@@ -9,6 +9,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, RMSNorm
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.spec import LayerSpec
 from dsv4.model.step import CapturedStep, Step
 
@@ -24,8 +25,8 @@ class MTPBlock(Block):
     model's; hc_head and norm are its own. Chained drafting feeds its own streams back.
     """
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
-        super().__init__(config, spec, numerics, store, op)
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
+        super().__init__(config, spec, numerics, store, op, ranks)
         d, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj = Linear(d, d, store("e_proj"), numerics, op)
         self.h_proj = Linear(d, d, store("h_proj"), numerics, op)

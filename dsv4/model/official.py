@@ -22,6 +22,9 @@ from dsv4.model.family import Family
 from dsv4.model.filling import fill_latents
 from dsv4.model.linear import Matrix, Storage
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
+
+ELSEWHERE = "an expert of another rank"
 
 
 def has_mtp(config: ModelConfig, inventory: Inventory) -> bool:
@@ -30,9 +33,15 @@ def has_mtp(config: ModelConfig, inventory: Inventory) -> bool:
 
 
 def plan_model(
-    inventory: Inventory, numerics: Numerics, backend: str, mtp: bool | None, kernels: Mapping[str, Any] | None = None
+    inventory: Inventory,
+    numerics: Numerics,
+    backend: str,
+    mtp: bool | None,
+    kernels: Mapping[str, Any] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Model:
-    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+    """The model of one of `ranks` on the meta device, its ledger held against the checkpoint's headers (not yet
+    checked)."""
     config = ModelConfig.from_official(inventory.config)
     check_extent(inventory.sources, config)
     if mtp is None:
@@ -46,7 +55,7 @@ def plan_model(
     try:
         with torch.device("meta"):
             store = lambda name: _storage(inventory, numerics, config, name)
-            model = Model(config, numerics, backend, store, mtp, kernels)
+            model = Model(config, numerics, backend, store, mtp, kernels, ranks)
     except RuntimeError as error:  # more bytes than 64 bits count
         if "overflow" not in str(error):
             raise
@@ -55,7 +64,10 @@ def plan_model(
         ) from None
     model.inventory, model.ledger = inventory, LoadLedger()
     model.ledger.account(
-        pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, mtp, inventory)
+        pieces_of(model),
+        inventory.sources,
+        dict(model.named_parameters()),
+        lambda name: _reason(name, mtp, inventory) or _elsewhere(name, config, ranks),
     )
     return model
 
@@ -99,6 +111,13 @@ def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
     return None
 
 
+def _elsewhere(name: str, config: ModelConfig, ranks: Ranks) -> str | None:
+    """Why a rank may leave out a tensor that another rank holds whole."""
+    expert = re.search(r"\.ffn\.experts\.(\d+)\.", name)
+    mine = ranks.even(config.n_routed_experts, "n_routed_experts")
+    return ELSEWHERE if expert and not mine.start <= int(expert[1]) < mine.stop else None
+
+
 def official_name(parameter: str) -> str:
     """Official tensor name of a parameter that is stored as one tensor."""
     return re.sub(r"hc_(attn|ffn|head)\.(fn|base|scale)$", r"hc_\1_\2", parameter)
@@ -116,7 +135,13 @@ def pieces_of(model: Model, within: str = "") -> list[Piece]:
             )
         else:
             pieces += [
-                Piece(f"{name}.{leaf}", {"raw": official_name(f"{name}.{leaf}")}, (), tuple(p.shape))
+                Piece(
+                    f"{name}.{leaf}",
+                    {"raw": official_name(f"{name}.{leaf}")},
+                    (),
+                    tuple(p.shape),
+                    cut=getattr(module, "cuts", {}).get(leaf),
+                )
                 for leaf, p in module.named_parameters(recurse=False)
             ]
     return pieces
@@ -126,7 +151,7 @@ def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
     """Several matrices of the file in one parameter, in equal parts of its rows; for experts a stack of those."""
     base, parts = name.rpartition(".")[0], len(module.stacked)
     places = (
-        [((e,), f"{base}.{e}") for e in range(model.config.n_routed_experts)]
+        [((e,), f"{base}.{model.get_submodule(base).first + e}") for e in range(module.weight.shape[0])]
         if base.endswith(".experts")
         else [((), base)]
     )
@@ -145,7 +170,8 @@ def _matrix_pieces(model: Model, name: str, module: Matrix, official: str, index
         shape = () if leaf == "global_scale" else tuple(tensor.shape[len(index) :])
         if parts > 1 and shape:
             shape = (shape[0] // parts, *shape[1:])
-        return Piece(f"{name}.{leaf}", names, where, shape, model.config.weight_block_size)
+        cut = module.cuts.get(leaf) if "raw" in names else module.cut
+        return Piece(f"{name}.{leaf}", names, where, shape, model.config.weight_block_size, cut)
 
     names = matrix_names(official, stored)
     if not module.quantised and stored is not WeightFormat.DENSE:
@@ -167,8 +193,8 @@ class DeepSeekV4(Family):
     def read_config(self, raw):
         return ModelConfig.from_official(raw)
 
-    def plan(self, inventory, numerics, backend, mtp, kernels=None):
-        return plan_model(inventory, numerics, backend, mtp, kernels)
+    def plan(self, inventory, numerics, backend, mtp, kernels=None, ranks=ALONE):
+        return plan_model(inventory, numerics, backend, mtp, kernels, ranks)
 
     def pieces(self, model, within=""):
         return pieces_of(model, within)

@@ -20,6 +20,7 @@ from dsv4.model.gqa.dummy import fill_grouped
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -96,7 +97,11 @@ class GQA(Family):
     def check_choices(self, numerics, mtp, cache, index_cache):
         check_choices(numerics, mtp, cache, index_cache)
 
-    def plan(self, inventory, numerics, backend, mtp, kernels=None):
+    def plan(self, inventory, numerics, backend, mtp, kernels=None, ranks=ALONE):
+        if ranks.size > 1:
+            raise InputError(
+                f"{ranks.size} ranks were asked for; GQA models run on one: leave out --tensor-parallel-size"
+            )
         return plan_model(inventory, numerics, backend, kernels)
 
     def pieces(self, model, within=""):

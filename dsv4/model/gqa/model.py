@@ -107,9 +107,10 @@ class GQAModel(CausalLM):
         op = self.op = bind(GQA_OPERATIONS, backend, self.dispatch, GQA_COMPOSITIONS, self.replacements)
         op.bound = op  # see dsv4.model.module.fuses
         self.model = Decoder(config, numerics, lambda leaf: store(f"model.{leaf}"), op)
-        tied, shape = config.tie_word_embeddings, (config.vocab_size, config.hidden_size)
         self.lm_head = (
-            TiedHead(self.model.embed_tokens, op) if tied else Head(*shape, store("lm_head.weight"), numerics, op)
+            TiedHead(self.model.embed_tokens, op)
+            if config.tie_word_embeddings
+            else Head(config, store("lm_head.weight"), numerics, op)
         )
         self.frequencies = {"main": frequencies(config.rope, config.head_dim)}
         self.attention = Attention()

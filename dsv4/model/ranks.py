@@ -1,0 +1,77 @@
+"""Several processes that hold one model together, each a part of every layer, and what they must exchange.
+
+Attention is cut by heads and groups of heads, routed experts by expert, the shared expert by width, embedding and head
+by vocabulary. Everything else is held by every rank, caches too. Each rank runs every token; sums over ranks follow the
+maps that end a sublayer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dsv4.errors import InputError
+from dsv4.loaders.cuts import Cut
+
+
+class Group(Protocol):
+    """What ranks exchange by."""
+
+    def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x of every rank, in their order; each rank gives the same shape and dtype."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The process `rank` of `size`. group: None where nothing is exchanged, as in a plan."""
+
+    rank: int = 0
+    size: int = 1
+    group: Group | None = None
+
+    def even(self, n: int, what: str, per: int = 1) -> Cut:
+        """This rank's part of n equal things, each of `per` elements. Raises InputError unless all get equally many."""
+        if n % self.size:
+            raise InputError(f"{what} is {n}, which {self.size} ranks cannot share equally; choose a divisor of it")
+        mine = n // self.size * per
+        return Cut(0, self.rank * mine, (self.rank + 1) * mine, n * per)
+
+    def blocks(self, n: int, unit: int) -> Cut:
+        """This rank's part of n elements in blocks of `unit`, as even as whole blocks allow; it may be empty."""
+        count = -(-n // unit)
+        bounds = (min(n, r * count // self.size * unit) for r in (self.rank, self.rank + 1))
+        return Cut(0, *bounds, n)
+
+    def slots(self, n: int) -> Cut:
+        """This rank's part of n elements of which every rank has room for ⌈n / size⌉: the last may have fewer."""
+        room = -(-n // self.size)
+        return Cut(0, min(n, self.rank * room), min(n, (self.rank + 1) * room), n)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's x, in x.dtype. It is taken in fp32 (fp64 stays) in the order of ranks, so all get the
+        same bits, and get them again."""
+        if self.size == 1:
+            return x
+        parts = self._gathered(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        total = parts[0].to(wide)
+        for part in parts[1:]:
+            total = total + part.to(wide)
+        return total.to(x.dtype)
+
+    def joined(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """x [N, part] of `slots(n)` of every rank → [N, n]."""
+        if self.size == 1:
+            return x
+        room = -(-n // self.size)
+        padded = torch.nn.functional.pad(x, (0, room - x.shape[1])) if x.shape[1] < room else x
+        return torch.cat(list(self._gathered(padded)), 1)[:, :n]
+
+    def _gathered(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.group is None:
+            raise InputError(f"this is rank {self.rank} of {self.size} of a plan, which exchanges nothing")
+        return self.group.all_gather(x.contiguous())
+
+
+ALONE = Ranks()

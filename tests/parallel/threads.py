@@ -1,0 +1,54 @@
+"""Ranks as threads of one process, so that they exchange tensors without torch.distributed."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from dsv4.model.ranks import Ranks
+
+
+class Threads:
+    def __init__(self, size: int):
+        self.barrier, self.given = threading.Barrier(size), [None] * size
+
+    def of(self, rank: int) -> "Member":
+        return Member(self, rank)
+
+
+class Member:
+    """What one rank exchanges by; `calls` counts."""
+
+    def __init__(self, group: Threads, rank: int):
+        self.group, self.rank, self.calls = group, rank, 0
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.calls += 1
+        self.group.given[self.rank] = x
+        self.group.barrier.wait(60)
+        found = list(self.group.given)
+        self.group.barrier.wait(60)
+        shapes = {(t.shape, t.dtype) for t in found}
+        assert len(shapes) == 1, f"ranks give {shapes}"
+        return found
+
+
+def together(size: int, run: Callable[[Ranks], object]) -> list:
+    """run(ranks) of every rank, at the same time; raises what the first of them raises."""
+    group, found, failed = Threads(size), [None] * size, []
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = run(Ranks(rank, size, group.of(rank)))
+        except BaseException as failure:
+            failed.append(failure)
+            group.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise next((f for f in failed if not isinstance(f, threading.BrokenBarrierError)), failed[0])
+    return found
