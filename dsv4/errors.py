@@ -30,6 +30,8 @@ __all__ = [
     "NotFinite",
     "OutOfPages",
     "PageError",
+    "RankLost",
+    "RanksDisagree",
     "RewindError",
     "RoundError",
     "UnknownOperation",
@@ -58,6 +60,14 @@ class ContextOverrun(InputError):
 
 class RewindError(InputError):
     """A rewind further back than the rings still hold."""
+
+
+class RankLost(Dsv4Error):
+    """A process that holds a part of the model died, stalled or left."""
+
+
+class RanksDisagree(Dsv4Error):
+    """Processes that were to compute the same did not."""
 
 
 class CapacityError(Dsv4Error):

@@ -128,12 +128,11 @@ def stored_cuts(form: WeightFormat, block: tuple[int, int], cut: Cut | None, nam
     pairs, and scales of blocks. Raises UnsupportedInput for a cut within a block."""
     if cut is None:
         return {}
-    by_row = {WeightFormat.MXFP4: 32, WeightFormat.NVFP4: 16}.get(form)
     if form is WeightFormat.DENSE:
         return {"weight": cut}
     if form is WeightFormat.FP8:
         return {"weight": cut, "scale": cut.stored(block[cut.axis], name)}
-    codes, scales = (2, by_row) if cut.axis == 1 else (1, 1)
+    codes, scales = (2, 32 if form is WeightFormat.MXFP4 else 16) if cut.axis == 1 else (1, 1)
     return {"weight": cut.stored(codes, name), "scale": cut.stored(scales, name)}
 
 

@@ -21,7 +21,8 @@ from dsv4.commands.regime import regime_app
 from dsv4.commands.sparse_prefill import sparse_prefill
 from dsv4.commands.terminal import errors
 from dsv4.commands.termination import termination
-from dsv4.errors import Dsv4Error
+from dsv4.errors import Dsv4Error, RankLost
+from dsv4.parallel.ranks_asked import LOST, WATCHED, settle_streams
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them
 COMPLETION = "_DSV4_COMPLETE"  # set by the shell's completion
@@ -106,12 +107,15 @@ def _code(run: Callable[[], None]) -> int:
     if sys.stdout is None:
         return _fail("standard output is closed, and results go there; leave it open, or send it to /dev/null")
     try:
+        settle_streams()
         run()
         return 0
     except typer.Exit as stop:
         return stop.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
+    except RankLost as error:
+        return LOST if WATCHED in os.environ else _fail(str(error))
     except Dsv4Error as error:
         return _fail(str(error))
     except MemoryError:

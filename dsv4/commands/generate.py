@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import load_model
 from dsv4.model.tokenizer import TextStream, Tokenizer
+from dsv4.parallel.ranks_asked import asked, own_device
 from dsv4.runtime import user_kernels
 from dsv4.runtime.memory import peak_bytes
 from dsv4.sampling import Sampling
@@ -147,6 +148,16 @@ class Choices:
     index_cache: str = "auto"
 
 
+def joined(choices: Choices) -> Choices:
+    """`choices` of this rank, once it has joined the others; as they are for a single process."""
+    if asked() is None:
+        return choices
+    from dsv4.parallel.processes import join
+
+    join(choices.device)
+    return replace(choices, device=own_device(choices.device))
+
+
 class Session:
     """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids; or, without a checkpoint,
     the first `layers` layers of a published configuration (`dummy`) with random weights."""
@@ -164,6 +175,7 @@ class Session:
         kv_memory: HostMemory | None = None,
         kernels: Mapping[str, Replacement] | None = None,
     ):
+        choices = joined(choices)
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
         self.first: float | None = None  # seconds from the last request to its first token, None if none was shown
@@ -173,6 +185,8 @@ class Session:
             raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
         if layers is not None and dummy is None:
             raise InputError("--layers belongs to --dummy-weights; a checkpoint runs whole")
+        if dummy is not None and asked() is not None:
+            raise InputError("--dummy-weights was given to several ranks; they share checkpoints only")
         if dummy is not None:
             self.model = load_dummy(
                 dummy, layers, attention=attention, kv_memory=kv_memory, kernels=kernels, **asdict(choices)

@@ -1,5 +1,6 @@
 """Options that commands share, and the words that options take; `dsv4.commands.cli` has the commands."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -60,6 +61,34 @@ Threads = Annotated[
         show_default=False,
         help="Host threads of torch. Default: OMP_NUM_THREADS if it is set; else 1 for a model of hidden size below "
         "1024, whose threads would wait for each other; else the processors that this process may use.",
+    ),
+]
+
+
+def _ranks(size: int) -> int:
+    """Callback of --tensor-parallel-size: start the ranks, unless this process is one of them, and exit as they do."""
+    if size > 1:
+        from dsv4.parallel.ranks_asked import asked
+
+        found = asked()
+        if found is None:
+            from dsv4.parallel.launch import launch
+
+            raise typer.Exit(launch(size, sys.argv[1:]))
+        if found[1] != size:
+            raise InputError(f"--tensor-parallel-size {size} was given to one of {found[1]} ranks; give their number")
+    return size
+
+
+TensorParallel = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        min=1,
+        is_eager=True,
+        callback=_ranks,
+        help="Run the model as so many processes, each with a part of every layer and a GPU of its own. torchrun "
+        "starts them too.",
     ),
 ]
 Drafting = Annotated[

@@ -36,6 +36,7 @@ class Embedding(Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
             return F.embedding(ids, self.weight)
+        self.ranks.same(ids, "token")
         mine = (ids >= self.part.start) & (ids < self.part.stop)
         if not self.part.size:
             found = self.weight.new_zeros(*ids.shape, self.weight.shape[1])

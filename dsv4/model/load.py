@@ -11,14 +11,14 @@ from dsv4.errors import InputError
 from dsv4.kernels.replacing import replacements_of
 from dsv4.loaders.files import Progress
 from dsv4.loaders.load import Inventory
-from dsv4.model import families
+from dsv4.model import families, together
 from dsv4.model.causal import CausalLM
 from dsv4.model.families import pieces_of as pieces_of  # old places of these names, until 0.4
 from dsv4.model.families import plan_model as plan_model
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.numerics import numerics_named
 from dsv4.model.parameters import write_parameters
-from dsv4.model.ranks import ALONE, Ranks
+from dsv4.model.ranks import Ranks, here
 
 
 def load_model(
@@ -36,7 +36,7 @@ def load_model(
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
     kernels: Mapping[str, Any] | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks | None = None,
 ) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
@@ -52,15 +52,17 @@ def load_model(
     reads of its cache (None: all of it; may be set later as `model.attention`). kv_memory: what grows with the context
     is in pinned host memory (None: on the device; may be set later as `model.kv_memory`, and holds for caches that are
     made after that). kernels: operation → a function, or its spec as text, to run in its place (`dsv4.kernels.user`).
-    ranks: which of several processes this is that hold the model together; each reads its part of every tensor.
+    ranks: which of several processes this is that hold the model together; each reads its part of every tensor. None:
+    what this process is (`dsv4.parallel`).
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
     InputError, BackendUnavailable or KernelError, each one line.
     """
-    kernels = replacements_of(kernels)
+    kernels, ranks = replacements_of(kernels), here() if ranks is None else ranks
     inventory = Inventory.open(path)
     target = resolve_device(device)
     choice = numerics_named(numerics)
+    together.check_alike(ranks, inventory, numerics, backend, cache, index_cache, max_context)
     family = families.of(inventory)
     family.check_choices(choice, mtp, cache, index_cache)
     if attention is not None and not family.takes_attention:
@@ -90,8 +92,9 @@ def load_model(
     else:
         model.to_empty(device=target)
         model.device = target
-        write_parameters(model, family.pieces(model, ""), progress)
+        write_parameters(model, family.pieces(model, ""), together.telling(ranks, progress))
     family.check_copies(inventory)
+    together.check_whole(ranks, model)
     return model
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from dsv4.errors import InputError
+from dsv4.errors import InputError, RanksDisagree
 from dsv4.loaders.cuts import Cut
 
 
@@ -19,7 +19,13 @@ class Group(Protocol):
     """What ranks exchange by."""
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """x of every rank, in their order; each rank gives the same shape and dtype."""
+        """x of every rank, in their order; each rank gives the same shape and dtype. Raises RankLost."""
+
+    def beat(self) -> None:
+        """Say that this rank goes on, while others wait for what it will say."""
+
+    def exchange(self, what: str, said: bytes) -> Sequence[bytes]:
+        """What every rank says, in their order; ranks may be minutes apart. Raises RankLost."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,18 @@ class Ranks:
         padded = torch.nn.functional.pad(x, (0, room - x.shape[1])) if x.shape[1] < room else x
         return torch.cat(list(self._gathered(padded)), 1)[:, :n]
 
+    def same(self, x: torch.Tensor, what: str) -> None:
+        """Raises RanksDisagree unless every rank has the same x."""
+        if self.size == 1:
+            return
+        for rank, other in enumerate(self._gathered(x)):
+            if not torch.equal(other, x):
+                at = int((other != x).flatten().nonzero()[0])
+                raise RanksDisagree(
+                    f"rank {self.rank} has {what} {x.flatten()[at].item()} where rank {rank} has "
+                    f"{other.flatten()[at].item()}; all ranks were to compute the same: nothing they say can be used"
+                )
+
     def _gathered(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.group is None:
             raise InputError(f"this is rank {self.rank} of {self.size} of a plan, which exchanges nothing")
@@ -75,3 +93,15 @@ class Ranks:
 
 
 ALONE = Ranks()
+_here = ALONE
+
+
+def here() -> Ranks:
+    """Which rank this process is: ALONE, unless it joined others (`dsv4.parallel.join`)."""
+    return _here
+
+
+def settle(ranks: Ranks) -> None:
+    """This process is that rank from now on."""
+    global _here
+    _here = ranks

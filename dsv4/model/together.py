@@ -1,0 +1,78 @@
+"""What ranks hold against each other: before they load, that all were asked for the same; after it, that all parts
+together are the checkpoint."""
+
+import hashlib
+import json
+import zlib
+
+import torch
+
+from dsv4 import __version__
+from dsv4.errors import InputError
+from dsv4.loaders.cuts import Cut, joint_problems
+from dsv4.loaders.errors import CheckpointError
+from dsv4.loaders.files import Progress, some
+from dsv4.loaders.load import Inventory
+from dsv4.model.causal import CausalLM
+from dsv4.model.official import ELSEWHERE
+from dsv4.model.ranks import Ranks
+
+
+def check_alike(ranks: Ranks, inventory: Inventory, *choices) -> None:
+    """Raises InputError where ranks differ in versions, config.json, the checkpoint's headers or `choices`."""
+    if ranks.group is None:
+        return
+    headers = sorted((t.key, t.dtype, t.shape, t.offset, t.file.name) for t in inventory.files.tensors.values())
+    mine = {
+        "dsv4": __version__,
+        "torch": torch.__version__,
+        "number of ranks": ranks.size,
+        "config.json": _digest(inventory.config),
+        "the checkpoint's tensors": _digest(headers),
+        "options": str(choices),
+    }
+    said = [json.loads(one) for one in ranks.group.exchange("what was asked for", json.dumps(mine).encode())]
+    for rank, other in enumerate(said):
+        for what, value in mine.items():
+            if other[what] != value:
+                raise InputError(
+                    f"ranks differ in {what}: rank {ranks.rank} has {value}, rank {rank} has {other[what]}; start all "
+                    "with the same versions, checkpoint and options"
+                )
+
+
+def check_whole(ranks: Ranks, model: CausalLM) -> None:
+    """Raises CheckpointError unless the parts of all ranks are each tensor once, or all of it everywhere."""
+    if ranks.group is None:
+        return
+    held = {
+        name: None if cut is None else (cut.axis, cut.start, cut.stop, cut.whole)
+        for name, cut in model.ledger.held.items()
+    }
+    mine = zlib.compress(json.dumps(held).encode())
+    accounts = [
+        {name: cut and Cut(*cut) for name, cut in json.loads(zlib.decompress(said)).items()}
+        for said in ranks.group.exchange("the parts that were loaded", mine)
+    ]
+    elsewhere = [name for name, reason in model.ledger.listed.items() if reason == ELSEWHERE]
+    problems = joint_problems(accounts, [*model.ledger.used, *elsewhere])
+    if problems:
+        raise CheckpointError(f"{len(problems)} problem(s) between the parts of {ranks.size} ranks: {some(problems)}")
+
+
+def telling(ranks: Ranks, progress: Progress | None) -> Progress | None:
+    """`progress`, which also tells the other ranks that this one goes on."""
+    group = ranks.group
+    if group is None:
+        return progress
+
+    def told(done: int, total: int) -> None:
+        group.beat()
+        if progress is not None:
+            progress(done, total)
+
+    return told
+
+
+def _digest(value) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
