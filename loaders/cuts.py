@@ -62,10 +62,11 @@ def joint_problems(accounts: Sequence[Mapping[str, Cut | None]], names: Sequence
 
 
 def _problem(name: str, held: Sequence[Cut | None], ranks: int) -> str | None:
-    cuts = sorted((c for c in held if c is not None and c.size), key=lambda c: c.start)
+    held = [c for c in held if c is None or c.size]
+    cuts = sorted((c for c in held if c is not None), key=lambda c: c.start)
     if name.endswith("scale"):
         cuts = list(dict.fromkeys(cuts))
-    if not held or held[0] is not None and not cuts:
+    if not held:
         return "is held by no rank"
     if len({c is None for c in held}) == 2 or len({(c.axis, c.whole) for c in held if c is not None}) > 1:
         return "is cut by some ranks otherwise than by others"

@@ -150,6 +150,8 @@ def test_numbers_that_cannot_be_shared_are_refused():
         ([{"a": Cut(0, 0, 4, 8)}, {"a": Cut(0, 4, 8, 8)}], None),
         ([{"a": None}, {"a": None}], None),
         ([{"a": None}, {}], None),
+        ([{"a": Cut(0, 0, 0, 8)}, {"a": None}], None),
+        ([{"a": Cut(0, 0, 0, 8)}, {}], "held by no rank"),
         ([{}, {}], "held by no rank"),
         ([{"a": Cut(0, 0, 4, 8)}, {"a": Cut(0, 5, 8, 8)}], "ranks hold 0 to 4, 5 to 8"),
         ([{"a": Cut(0, 0, 4, 8)}, {"a": Cut(0, 0, 4, 8)}], "ranks hold 0 to 4, 0 to 4"),
