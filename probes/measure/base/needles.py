@@ -4,7 +4,7 @@ A needle is a value that was stated once, further back than sliding windows reac
 teacher forcing, see `dsv4.probes.measure.base.asking`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -137,15 +137,16 @@ def found(
     seed: int = 0,
     tasks: Sequence[str] = (),
     each: int = 1,
+    about: Callable[[Variant], dict] = lambda variant: {},
 ) -> list[dict]:
     """Needles found by variant, haystack and context, as JSON values; the same `count` trials for every variant. tasks:
     those that are asked, with what is generated beside teacher forcing (none: single needles by teacher forcing alone);
-    each: single needles of one context."""
+    each: single needles of one context; about: further figures of a variant's row, asked for once after its trials."""
     rows = []
     if not tasks:
         for haystack, context, asked, note in trials(model, tokenizer, prose, contexts, count, seed, say, each=each):
             said = answers(model, variants, asked, limits, note)
-            rows += [row(v, haystack.name, context, asked, hits(asked, said[v.name])) for v in variants]
+            rows += [row(v, haystack.name, context, asked, hits(asked, said[v.name])) | about(v) for v in variants]
         return rows
     given = model, tokenizer, prose, contexts, count, seed, say, tasks, each
     for task, haystack_name, context, asked, note in task_trials(*given):
@@ -153,9 +154,8 @@ def found(
         full = next((said[v.name] for v in variants if v.exact), None)
         for v in variants:
             of_task = recalled(tokenizer, asked, said[v.name], full)
-            rows.append(
-                row(v, haystack_name, context, asked, hits(asked, said[v.name])) | {"task": task.name} | of_task
-            )
+            found = row(v, haystack_name, context, asked, hits(asked, said[v.name]))
+            rows.append(found | {"task": task.name} | of_task | about(v))
     return rows
 
 

@@ -12,7 +12,7 @@ from dsv4.probes.measure.termination import measure
 from dsv4.probes.measure.termination.settings import WHOLE, Settings
 from dsv4.probes.oracle import kinds
 
-KIND = Kind("termination", "Run-time termination on", "needles", revision=".2")
+KIND = Kind("termination", "Run-time termination on", "needles", revision=".3")
 valid = KIND.valid
 # of tiles: what must be skipped, when probing costs up to 2 % of the time and tiles are fetched ahead of it
 PAYS = 0.1

@@ -17,6 +17,7 @@ from dsv4.probes.measure.base.mass import watched as watched_csa
 from dsv4.probes.measure.base.models import Say, reads_by_policy
 from dsv4.probes.measure.base.variants import Variant, of_policy
 from dsv4.probes.measure.termination import orders
+from dsv4.probes.measure.termination.reading import Count, counted
 from dsv4.probes.measure.termination.settings import Settings, rules
 from dsv4.probes.measure.termination.stops import figures
 from dsv4.probes.measure.termination.walk import Walk, joined
@@ -127,14 +128,15 @@ def varied(found: dict[Key, Walk], settings: Settings) -> list[dict]:
     return rows
 
 
-def terminated(policy: Policy, rule: Termination | None) -> Variant:
-    """A GQA model that decodes by `policy`, and stops by `rule`."""
+def terminated(policy: Policy, rule: Termination | None, count: Count | None = None) -> Variant:
+    """A GQA model that decodes by `policy`, and stops by `rule`. count: gets the tiles that it reads under the rule."""
     if rule is None:
         return of_policy(policy)
 
     @contextmanager
     def switch(model: CausalLM) -> Iterator[None]:
-        with replaced([model], "attention", dataclasses.replace(model.attention, policy=policy, termination=rule)):
+        reads = replaced([model], "attention", dataclasses.replace(model.attention, policy=policy, termination=rule))
+        with reads, nullcontext() if count is None else counted(model, count):
             yield
 
     return Variant(
@@ -149,12 +151,32 @@ def terminated(policy: Policy, rule: Termination | None) -> Variant:
 def hidden_needles(
     model: CausalLM, policies: list[Policy], tokenizer, prose, settings: Settings, limits: Limits, say: Say
 ) -> list[dict]:
-    """Needles by policy and rule: without termination, by the rule, and by each looser τ; the same trials for all."""
-    choices = [None, settings.rule, *(dataclasses.replace(settings.rule, tau=tau) for tau in settings.looser)]
-    variants = {terminated(p, rule).name: (terminated(p, rule), p, rule) for p in policies for rule in choices}
-    ways = [variant for variant, *_ in variants.values()]
-    how = settings.seed, settings.tasks, settings.together
-    rows = needles.found(model, ways, tokenizer, prose, settings.asked, settings.needles, limits, say, *how)
-    tau = lambda rule: None if rule is None else rule.tau
-    about = {name: {"order": name_of(policy), "tau": tau(rule)} for name, (_, policy, rule) in variants.items()}
-    return [row | about[row["variant"]] for row in rows]
+    """Needles by policy and rule: without termination, by the rule, and by each looser τ; the same trials for all.
+
+    A query's tiles are one traversal, as in the walks: where a GPU divides them among many, none can stop.
+    """
+    rule = dataclasses.replace(settings.rule, splits=1, least=None)
+    choices = [None, rule, *(dataclasses.replace(rule, tau=tau) for tau in settings.looser)]
+    reads = [_Reading(policy, rule) for policy in policies for rule in choices]
+    of = {reading.variant.name: reading for reading in reads}
+    ways, how = [reading.variant for reading in of.values()], (settings.seed, settings.tasks, settings.together)
+    about = lambda variant: of[variant.name].about()
+    return needles.found(
+        model, ways, tokenizer, prose, settings.asked, settings.needles, limits, say, *how, about=about
+    )
+
+
+class _Reading:
+    """A policy read to the end or under a rule, and what it read since it was last asked."""
+
+    def __init__(self, policy: Policy, rule: Termination | None):
+        self.policy, self.rule, self.count = policy, rule, Count()
+        self.variant = terminated(policy, rule, self.count)
+
+    def about(self) -> dict:
+        """Of a row of needles. Under a rule that left nothing out the row says nothing about it. Counts start anew."""
+        if self.rule is None:
+            return {"order": name_of(self.policy), "tau": None, "skipped": None}
+        skipped, self.count.read, self.count.there = self.count.skipped, 0, 0
+        status = "MEASURED" if skipped else "VACUOUS"
+        return {"order": name_of(self.policy), "tau": self.rule.tau, "skipped": skipped, "status": status}
