@@ -5,8 +5,8 @@
 
 Each entry of audits/index.json names files by their common beginning, says what they show, and lists the folders whose
 code they measure. Command, commit, device, versions and date come from a file's header: the keys of a JSON, the first
-lines of a markdown file, or the JSON, else the markdown, beside a picture or a log. A report that has its provenance at
-the end gets a header under its title.
+lines of a markdown file, or the JSON or else the report beside a picture or a log. A report that has its provenance at
+the end gets a header under its title, and says there how many seconds its command took.
 
 Whether a file is older than the code comes from git: it is older if a commit behind its own touched one of the
 folders. Commits of .git-blame-ignore-revs changed the form of the code only and do not count. Without history (a
@@ -106,7 +106,7 @@ def header(path: Path) -> Header:
         beside = [f for f in path.parent.glob(f"*{suffix}") if path.name.startswith(f.name.split(".")[0])]
         if beside:
             return read(max(beside, key=lambda f: len(f.name)))
-    raise Unmarked(f"{path}: no file beside it has its header; expected {path.stem}.json, .about.json or .md")
+    raise Unmarked(f"{path}: no JSON or report beside it has its header; expected {path.stem}.json or {path.stem}.md")
 
 
 def _of_document(path: Path) -> Header:
@@ -139,7 +139,8 @@ def _seconds(document: dict, about: dict) -> float | None:
 
 
 def _of_markdown(path: Path) -> Header:
-    lines = path.read_text().split("\n")[:HEADER_LINES]
+    whole = path.read_text()
+    lines = whole.split("\n")[:HEADER_LINES]
     text = "\n".join(lines)
     commit, torch = (
         re.search(r"commit ([0-9a-f]{7,40})\b", text),
@@ -150,7 +151,9 @@ def _of_markdown(path: Path) -> Header:
         raise Unmarked(f"{path}: its first {HEADER_LINES} lines have no device, torch, commit and indented command")
     line = next(one for one in lines if "commit " in one)
     device = re.search(r"device ([^,]+(?: \([^)]*\))?)", line)
-    return Header(command, commit[1], device[1] if device else line.split(", torch")[0], torch[1], "")
+    date, seconds = re.search(r"date (\d{4}-\d\d-\d\d)", line), re.search(r"^\| seconds \| ([\d.]+) \|$", whole, re.M)
+    about = command, commit[1], device[1] if device else line.split(", torch")[0], torch[1]
+    return Header(*about, date[1] if date else "", float(seconds[1]) if seconds else None)
 
 
 def stamp(path: Path) -> None:

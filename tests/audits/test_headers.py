@@ -85,6 +85,22 @@ def test_a_report_gets_the_header_of_its_json(folder):
     assert len(audits_table.standing()["recall/demo/cpu/recall"]) == len(COLUMNS)
 
 
+def test_without_a_json_the_report_is_the_header_of_its_pictures(folder):
+    report = folder / "recall" / "demo" / "cpu" / "recall.json"
+    assert audits_table.main([]) == 0
+    with_json, page = audits_table.header(report), report.with_suffix(".md")
+    picture = report.with_name("recall-by-layer.svg")
+    picture.write_text("<svg/>")
+    report.unlink()
+    page.write_text(page.read_text() + "\n| seconds | 12.5 |\n")
+    found = audits_table.header(picture)
+    assert (found.command, found.device, found.date) == (with_json.command, with_json.device, with_json.date)
+    assert found.seconds == 12.5 and audits_table.header(page) == found
+    page.unlink()
+    with pytest.raises(Unmarked, match="no JSON or report beside it"):
+        audits_table.header(picture)
+
+
 def test_seconds_are_summed_by_device(folder):
     """Of the header, or of the parts of a run; a row that records none is counted apart."""
     report = folder / "recall" / "demo" / "cpu" / "recall.json"

@@ -1,6 +1,7 @@
 """`dsv4 termination`: what it writes and refuses; its walks of CSA and HCA are what the layers compute."""
 
 import json
+from types import SimpleNamespace
 
 import torch
 
@@ -86,11 +87,16 @@ def test_a_report_of_policies(run, gqa_path, tmp_path):
     of = {(r["order"], r["varied"], r["tau"]): r for r in found["varied"] if r["context"] == 700}
     assert of[orders_[0], "tau", 1e-6]["skipped"] == 0 < of[orders_[0], "without scale", 0.1]["skipped_alone"]
     assert all(r["bound_tight"] is None or r["bound_tight"] <= 1 for r in found["varied"])
-    assert found["schema_version"] == "1.2"
+    assert found["schema_version"] == "1.3"
     assert all(r["by_probe"]["bound_tight"] is None or r["by_probe"]["bound_tight"] <= 1 for r in found["varied"])
     assert any(r["whole"]["agree"] is not None for r in found["rows"])
     rules = [(r["order"], r["tau"]) for r in found["needles"] if r["haystack"] == "prose"]
     assert rules == [(o, t) for o in orders_ for t in (None, 0.1, 10)]
+    for r in found["needles"]:
+        assert (r["skipped"] is None) == (r["tau"] is None)
+        assert r["tau"] is None or (r["skipped"] > 0) == (r["status"] == "MEASURED"), r
+    skipped = {(r["order"], r["tau"]): r["skipped"] for r in found["needles"] if r["haystack"] == "prose"}
+    assert all(skipped[order, 10] > max(0.5, skipped[order, 0.1]) for order in orders_), skipped
     shown = (tmp_path / "termination_gqa.md").read_text()
     for part in (
         "## The bound by sums",
@@ -198,7 +204,8 @@ def test_terminated_variants_stop_and_are_put_back(gqa):
     asked, before, dense = [Asked(ids, [1, 2, 3])], gqa.attention, of_policy(measure.Policy("dense", dense=True)).policy
     eager, seen = Termination(tau=1e9, phi=2, patience=1, tile=64), {}
     for name, rule in {"never": Termination(tau=0, tile=64), "at once": eager, "none": None}.items():
-        variant = measure.terminated(dense, rule)
+        count = measure.Count()
+        variant = measure.terminated(dense, rule, count)
 
         def way(cache, variant=variant):
             return variant.resumed(gqa, cache)
@@ -211,5 +218,58 @@ def test_terminated_variants_stop_and_are_put_back(gqa):
             assert bool(tiles) == (rule is not None) and (
                 not tiles or int(tiles[0].max()) == {"never": 7, "at once": 2}[name]
             )
+            # the prompt, which is read whole, is not counted
+            assert count.skipped == {"never": 0, "at once": 1 - 2 / 7, "none": None}[name]
         assert replies_by(gqa, asked, Limits(500, 64), {"": way}, decoded=32)[""] and gqa.attention is before
     assert torch.equal(seen["never"], seen["none"]) and not torch.allclose(seen["at once"], seen["none"], atol=1e-2)
+
+
+def test_needles_are_asked_in_one_traversal(monkeypatch):
+    """As many traversals as a GPU makes would each have too few tiles to stop; and counts start anew by row."""
+    rules, policy = [], measure.Policy("dense", dense=True)
+    real = measure.terminated
+    monkeypatch.setattr(measure, "terminated", lambda p, rule, count: rules.append(rule) or real(p, rule, count))
+
+    def found(model, ways, *given, about):
+        rows = []
+        for skipped in (0, 3):
+            for way in ways[1:]:
+                way_count = next(r.count for r in readings if r.variant is way)
+                way_count.read, way_count.there = 4 - skipped, 4
+            rows += [about(way) for way in ways]
+        return rows
+
+    readings = []
+    made = measure._Reading
+    monkeypatch.setattr(measure, "_Reading", lambda *given: readings.append(made(*given)) or readings[-1])
+    monkeypatch.setattr(measure.needles, "found", found)
+    settings = SimpleNamespace(
+        rule=Termination(least=9), looser=(0.5,), seed=0, tasks=(), together=1, asked=(), needles=1
+    )
+    rows = measure.hidden_needles(None, [policy], None, None, settings, None, None)
+    assert [rule and (rule.tau, rule.splits, rule.least) for rule in rules] == [None, (1e-5, 1, None), (0.5, 1, None)]
+    assert [(r["tau"], r["skipped"]) for r in rows] == [
+        (t, None if t is None else s) for s in (0, 0.75) for t in (None, 1e-5, 0.5)
+    ]
+    assert [r.get("status") for r in rows] == [None, "VACUOUS", "VACUOUS", None, "MEASURED", "MEASURED"]
+
+
+def test_a_report_leaves_out_what_says_nothing():
+    """Layers in which neither stops, ablations and sweeps that changed no figure; and it says where no rule left out a
+    tile of needles."""
+    figure = {"skipped": 0.2, "error_p99": 0.5, "decided": 0.0, "whole": {"decided": 0.0}}
+    rows = [figure | {"layer": layer, "decided": share} for layer, share in ((0, 0.0), (1, 0.1), (None, 0.0))]
+    assert [r["layer"] for r in markdown._decided(rows)] == [1, None]
+    verdict = {"context": 700, "order": "a", "skipped": 0.2, "error_p99": 0.5, "pays": False}
+    row = {"haystack": "prose", "context": 700, "order": "a", "hits": 3, "trials": 4}
+    asked = [row | {"tau": None, "skipped": None}, row | {"tau": 0.1, "skipped": 0.0}]
+    said = markdown._reading({"verdicts": [verdict, verdict | {"order": "b", "skipped": 0}], "needles": asked})
+    assert said.splitlines() == [
+        "- 700 tokens: **pays in none of 2 orders**. Most is skipped of a: 20.00 % of the tiles, 99th percentile of "
+        "the relative error 0.5.",
+        "- 700 tokens, needles in prose, of 4 found, read to the end and by rule: a: 3; 3 (τ = 0.1, 0.00 % skipped).",
+        "- **Needles: no rule left out a tile, so they say nothing about the rules.**",
+    ]
+    asked[1]["skipped"] = 0.25
+    said = markdown._reading({"verdicts": [verdict | {"skipped": 0}], "needles": asked})
+    assert "Nothing is skipped." in said and "25.00 % skipped" in said and "nothing about the rules" not in said

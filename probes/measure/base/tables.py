@@ -72,6 +72,17 @@ def task_name(rows: Iterable[dict]) -> tuple[str, ...]:
     return ("task",) if any("task" in row for row in rows) else ()
 
 
+def together_in_one(settings: dict) -> str:
+    """A sentence on single needles that share one context, after another one; empty where each has its own."""
+    number = min(settings.get("needles_a_haystack", 1), settings["needles"])
+    if number <= 1:
+        return ""
+    return (
+        f" {number} single needles stand in one context and each is asked for by itself, so the others distract from "
+        "it. Their trials share that context and are not independent, so the bounds are too narrow."
+    )
+
+
 def needle_lines(rows: Iterable[dict], said: Callable[[dict], str]) -> list[str]:
     """A line of a list a task, haystack and context: what every way of reading found. said: a row of single needles in
     words; of other tasks the recall is."""

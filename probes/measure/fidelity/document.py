@@ -95,7 +95,7 @@ def hidden_needles(
     if why:
         return None, [why]
     fits, notes = fitting(model, settings.asked, len(text.ids), ", as many as the text has")
-    notes.append(best_bound(settings.needles, "a haystack and context"))
+    notes += [best_bound(settings.needles, "a haystack and context")] if settings.needles < 100 else []
     backend = text.tokenizer.backend
     how = settings.seed, settings.tasks, settings.together
     rows = needles.found(model, variants, backend, text.ids, fits, settings.needles, limits, say, *how)

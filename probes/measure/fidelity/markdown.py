@@ -12,6 +12,7 @@ from dsv4.probes.measure.base.tables import (
     table_of,
     task_columns,
     task_name,
+    together_in_one,
 )
 from dsv4.probes.report.markdown import escape
 
@@ -47,7 +48,7 @@ def render(document: dict, plots: dict[str, str]) -> str:
         kept = paragraph(KEPT).format(top=document["findability"][0]["top"])
         parts += section("What the selector keeps of the dense attention", findability(document), kept)
     if document["needles"]:
-        parts += section("Needles", needles(document), _about(document["needles"]))
+        parts += section("Needles", needles(document), _about(document))
     return page(document, parts)
 
 
@@ -164,8 +165,10 @@ def needles(document: dict) -> Table:
     return table_of(rows, *what, *task_columns(rows), *(() if tasks else (CHANCE,)))
 
 
-def _about(needles: dict) -> str:
+def _about(document: dict) -> str:
+    needles = document["needles"]
     return escape(
         f"Format: {needles['format']}. At least {needles['beyond']:,} tokens lie between needle and question. Bounds "
         "are one-sided 97.5 % each (Clopper-Pearson). Chance: the best constant guess."
+        + together_in_one(document["settings"])
     )

@@ -6,12 +6,14 @@ from dsv4.probes.measure.base.tables import (
     CONTEXT,
     LAYER,
     Table,
+    grouped,
     needle_lines,
     percent,
     shown,
     table_of,
     task_columns,
     task_name,
+    together_in_one,
 )
 from dsv4.probes.measure.termination.document import FAITHFUL, PAYS, idle
 from dsv4.probes.report.markdown import escape
@@ -26,9 +28,11 @@ which the whole output is within τ and φ of the final one; agree: the probe st
 own wait after it. Offsets are
 in tiles, from the oracle's stop to the probe's. Definitions, and those of the bounds: \
 probes/measure/termination/README.md."""
-NEEDLES = """Questions and answers are decoded, prompts are prefilled densely and exactly, once for all. Bounds are \
-one-sided 97.5 % each
-(Clopper-Pearson)."""
+NEEDLES = """Questions and answers are decoded, prompts are prefilled densely and exactly, once for all. Tiles \
+skipped: the share of tiles,
+over all layers, that a rule left out while they were decoded. VACUOUS: nothing was left out. Bounds are one-sided \
+97.5 % each (Clopper-Pearson)."""
+UNDECIDED = "Layers in which neither stops before the end are left out."
 
 
 def render(document: dict, plots: dict[str, str]) -> str:
@@ -48,39 +52,55 @@ def render(document: dict, plots: dict[str, str]) -> str:
         *section("The bound by sums, this tool's own", bound(document)),
         *section("The bound by the probe: b = t* − p + 1, ν the probe constant", probe_bound(document)),
         *section("Ablations, longest context", ablations(document), *without_effect(document)),
-        *section("By layer: probe against the oracle, whole output", whole_layers(document)),
-        *section("By layer: probe against the oracle, known end", layers(document)),
+        *section("By layer: probe against the oracle, whole output", whole_layers(document), UNDECIDED),
+        *section("By layer: probe against the oracle, known end", layers(document), UNDECIDED),
         *section("Sweeps, longest context", sweeps(document)),
     ]
     if document["geometries"]:
         parts += section("What the rule can skip at most of published keep-sets", geometries(document))
     if document["needles"]:
-        parts += section("Needles", needles(document), paragraph(NEEDLES))
+        parts += section("Needles", needles(document), escape(_about_needles(document)))
     return page(document, parts)
 
 
 def _reading(document: dict) -> str:
-    lines = []
-    for v in document["verdicts"]:
-        r = next(
-            r for r in document["rows"] if (r["order"], r["context"], r["layer"]) == (v["order"], v["context"], None)
-        )
-        why = (
-            f"less than {PAYS:.0%} is skipped"
-            if v["skipped"] < PAYS
-            else f"99th percentile of the error beyond {FAITHFUL:.0%}"
-        )
-        mean, most = (shown(error, ".2g") for error in (r["error_mean"], v["error_p99"]))
-        verdict = "**Pays.**" if v["pays"] else f"**Does not pay**: {why}."
-        lines.append(
-            f"- {v['context']:,} tokens, {escape(v['order'])}: **{percent(v['skipped'])}** of {r['tiles']:.1f} tiles "
-            f"skipped (oracle, whole output: {percent(r['whole']['skipped_shared'])}; known end: "
-            f"{percent(r['skipped_oracle_shared'])}), relative error {mean} in the mean, {most} at the 99th "
-            f"percentile. {verdict}"
-        )
+    lines = [_paying(context, rows) for context, rows in grouped(document["verdicts"], lambda v: v["context"]).items()]
     rows = document["needles"] or []
-    lines += needle_lines(rows, lambda r: str(r["hits"]))
+    lines += needle_lines(rows, str) if task_name(rows) else _found(rows)
+    if rows and not any(r["skipped"] for r in rows):
+        lines.append("- **Needles: no rule left out a tile, so they say nothing about the rules.**")
     return "\n".join([*lines, *(f"- **{escape(note)}.**" for note in unsolved(rows))])
+
+
+def _paying(context: int, verdicts: list[dict]) -> str:
+    """A line of a list: in which orders the rule pays at a context, and the order in which it skips most."""
+    most, paying = max(verdicts, key=lambda v: v["skipped"]), [v["order"] for v in verdicts if v["pays"]]
+    verdict = f"pays in {'; '.join(map(escape, paying))}" if paying else f"pays in none of {len(verdicts)} orders"
+    what = "Nothing is skipped"
+    if most["skipped"]:
+        error = shown(most["error_p99"], ".2g")
+        what = f"Most is skipped of {escape(most['order'])}: {percent(most['skipped'])} of the tiles"
+        what += f", 99th percentile of the relative error {error}"
+    return f"- {context:,} tokens: **{verdict}**. {what}."
+
+
+def _found(rows: list[dict]) -> list[str]:
+    """A line of a list a haystack and context: single needles found by policy, under each rule."""
+    lines = []
+    for (haystack, context), group in grouped(rows, lambda r: (r["haystack"], r["context"])).items():
+        each = []
+        for order, of in grouped(group, lambda r: r["order"]).items():
+            under = (f"{r['hits']} (τ = {r['tau']:g}, {percent(r['skipped'])} skipped)" for r in of if r["tau"])
+            each.append(f"{escape(order)}: {of[0]['hits']}; {', '.join(under)}")
+        lines.append(
+            f"- {context:,} tokens, needles in {escape(haystack)}, of {group[0]['trials']} found, read to the end and "
+            f"by rule: {'. '.join(each)}."
+        )
+    return lines
+
+
+def _about_needles(document: dict) -> str:
+    return paragraph(NEEDLES) + together_in_one(document["settings"])
 
 
 # ---- tables, which the terminal shows too ---------------------------------------------------------
@@ -95,9 +115,9 @@ AGREEMENT = (
     (">agree", "agree", percent),
     EARLY,
     (">late", "late", percent),
-    (">offset, median", "offset_median", "+.0f"),
-    (">5 %", "offset_p5", "+.0f"),
-    (">95 %", "offset_p95", "+.0f"),
+    (">offset, median", "offset_median", "+z.0f"),
+    (">5 %", "offset_p5", "+z.0f"),
+    (">95 %", "offset_p95", "+z.0f"),
 )
 
 
@@ -108,6 +128,13 @@ def _all_layers(document: dict) -> list[dict]:
     return [r for r in document["rows"] if r["layer"] is None]
 
 
+def _verdict(row: dict) -> str:
+    """Whether the rule pays, and why not."""
+    if row["skipped"] < PAYS:
+        return f"no: skips less than {PAYS:.0%}"
+    return "yes" if row["error_p99"] <= FAITHFUL else f"no: error beyond {FAITHFUL:.0%}"
+
+
 def together(document: dict) -> Table:
     return table_of(
         _all_layers(document),
@@ -115,6 +142,7 @@ def together(document: dict) -> Table:
         "order",
         (">heads", "heads", ","),
         (">tiles", "tiles", ".1f"),
+        ("pays", _verdict),
         SKIPPED,
         ALONE,
         WHOLE,
@@ -158,16 +186,28 @@ def probe_bound(document: dict) -> Table:
 
 def whole_layers(document: dict) -> Table:
     rows = [r | {key: value for key, value in r["whole"].items() if key in AGREED} for r in document["rows"]]
-    return table_of(rows, CONTEXT, "order", LAYER, SKIPPED, WHOLE, *AGREEMENT)
+    return table_of(_decided(rows), CONTEXT, "order", LAYER, SKIPPED, WHOLE, *AGREEMENT)
 
 
 def layers(document: dict) -> Table:
-    return table_of(document["rows"], CONTEXT, "order", LAYER, SKIPPED, ORACLE, *AGREEMENT)
+    return table_of(_decided(document["rows"]), CONTEXT, "order", LAYER, ORACLE, *AGREEMENT)
+
+
+def _decided(rows: list[dict]) -> list[dict]:
+    """Without layers in which neither the rule nor the oracle stops; all layers together always stay."""
+    return [r for r in rows if r["decided"] or r["layer"] is None]
 
 
 def ablations(document: dict) -> Table:
-    rows = [r for r in longest(document) if r["varied"] not in SWEPT]
+    """Without what changed no figure, which `without_effect` names."""
+    rows = [r for r in _effective(document) if r["varied"] not in SWEPT]
     return table_of(rows, "order", ("rule", "varied"), SKIPPED, ALONE, *ERROR, LARGEST, *AGREEMENT)
+
+
+def _effective(document: dict) -> list[dict]:
+    """Rows of the longest context, without those of `idle`."""
+    unchanged = {(r["order"], r["context"], r["varied"]) for r in idle(document["varied"])}
+    return [r for r in longest(document) if (r["order"], r["context"], r["varied"]) not in unchanged]
 
 
 def without_effect(document: dict) -> list[str]:
@@ -199,7 +239,8 @@ SWEPT = {"tau": "τ", "phi": "φ", "patience": "p"}
 
 
 def sweeps(document: dict) -> Table:
-    rows = [r for r in longest(document) if r["varied"] in SWEPT]
+    """Without sweeps that changed no figure."""
+    rows = [r for r in _effective(document) if r["varied"] in SWEPT]
     value = ">value", lambda r: r[r["varied"]], "g"
     return table_of(rows, "order", ("swept", "varied", SWEPT.get), value, SKIPPED, ALONE, ORACLE, *ERROR, EARLY)
 
@@ -224,4 +265,4 @@ def needles(document: dict) -> Table:
     rule = lambda tau: "read to the end" if tau is None else f"τ = {tau:g}"
     rows = document["needles"]
     what = *task_name(rows), "haystack", CONTEXT, ("policy", "order"), ("rule", "tau", rule)
-    return table_of(rows, *what, *task_columns(rows))
+    return table_of(rows, *what, (">tiles skipped", "skipped", percent), ("status", "status"), *task_columns(rows))
