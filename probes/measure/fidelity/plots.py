@@ -60,7 +60,7 @@ def _by_budget(document: dict) -> str:
             agreement.plot(x, column(group, "agreement_confident"), "x--", color=f"C{n}")
             kl.plot(x, numbers(r["kl"] or None for r in group), "o-", color=f"C{n}")
         kl.set_title(f"KL(exact ‖ variant), {context:,} tokens", fontsize=9)
-        kl.tick_params(labelsize=7)
+        kl.tick_params(which="both", labelsize=7)
         kl.grid(alpha=0.25)
         kl.set_xlabel("tokens read at most by a choosing layer", fontsize=8)
         _logarithmic(kl, {r["budget"] for r in document["rows"] if r["budget"] is not None})

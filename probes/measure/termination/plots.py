@@ -76,8 +76,10 @@ def _layers(document: dict) -> str:
         whole = [r for r in group if r["whole"]["offset_median"] is not None]
         offset.plot([r["layer"] + 0.2 for r in whole], [r["whole"]["offset_median"] for r in whole], "+", color=f"C{n}")
         skipped.plot(x, [r["whole"]["skipped_shared"] for r in group], "+:", color=f"C{n}")
-    share_axis(skipped, f"tiles skipped: probe (●), oracles of whole output (+), known end (×), {most:,} tokens")
-    offset.set_title("tiles from the oracle's stop to the probe's, known end: median, 5 % to 95 %; + whole", fontsize=9)
+    share_axis(skipped, f"tiles skipped, {most:,} tokens: probe (●),\noracles of whole output (+) and known end (×)")
+    offset.set_title(
+        "tiles from the oracle's stop to the probe's: median,\nknown end (●, 5 % to 95 %) and whole output (+)", fontsize=9
+    )
     offset.tick_params(labelsize=7)
     offset.grid(alpha=0.25)
     return finished(figure, (skipped, offset), "layer")
