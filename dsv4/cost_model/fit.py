@@ -18,24 +18,32 @@ from dsv4.errors import InputError
 
 @dataclass(frozen=True)
 class Price:
-    """Price of finding: `fixed` s a layer, `row` s for every row of the batch, and `each` s for every block (or entry)
-    scored, over all rows and heads."""
+    """Price of finding: `fixed` s a layer, `row` s for every row of the batch, `each` s for every block (or entry)
+    scored, over all rows and heads, and `listed` s for every one of a single row, over its heads: programs that choose
+    from the lists of different rows run at once, and each goes through its own list in order."""
 
     fixed: float
     each: float = 0.0
     row: float = 0.0
+    listed: float = 0.0
 
-    def of(self, searched: int, batch: int) -> float:
-        return self.fixed + self.row * batch + self.each * searched
+    def of(self, searched: float, batch: int) -> float:
+        return self.fixed + self.row * batch + self.each * searched + self.listed * searched / batch
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """bandwidth β in bytes/s, c0 in s a layer, finding: c₁, by what searches."""
+    """bandwidth β in bytes/s, c0 in s a layer, finding: c₁, by what searches, row: s a layer that c₀ grows by with each
+    row of the batch after the first (of whole steps, whose linear layers multiply more rows)."""
 
     bandwidth: float
     c0: float
     finding: Mapping[str, Price] = field(default_factory=dict)
+    row: float = 0.0
+
+    def launches(self, batch: int) -> float:
+        """c₀ of a batch: what a layer takes beside its bytes."""
+        return self.c0 + self.row * (batch - 1)
 
     def seconds(self, nbytes: float, finding: str | None = None, searched: int = 0, batch: int = 1) -> float:
         """bytes / β + c₀ (+ c₁). Raises InputError if the price of this finding was never measured."""
@@ -43,9 +51,8 @@ class CostModel:
             raise InputError(
                 f"the price of finding by {finding!r} was not fitted; fitted are {', '.join(self.finding) or 'none'}"
             )
-        return (
-            nbytes / self.bandwidth + self.c0 + (0.0 if finding is None else self.finding[finding].of(searched, batch))
-        )
+        price = 0.0 if finding is None else self.finding[finding].of(searched, batch)
+        return nbytes / self.bandwidth + self.launches(batch) + price
 
     def predict(self, row: Row | Measured) -> float:
         return self.seconds(row.bytes, row.finding, row.searched, row.batch)
@@ -53,9 +60,8 @@ class CostModel:
     @classmethod
     def from_document(cls, document: Mapping) -> "CostModel":
         """The inverse of `dataclasses.asdict`."""
-        return cls(
-            document["bandwidth"], document["c0"], {name: Price(**price) for name, price in document["finding"].items()}
-        )
+        prices = {name: Price(**price) for name, price in document["finding"].items()}
+        return cls(document["bandwidth"], document["c0"], prices, document.get("row", 0.0))
 
 
 def fit(measured: Iterable[Measured], constant: bool = False) -> CostModel:
@@ -94,10 +100,10 @@ def fit_steps(measured: Sequence[Measured], constant: bool = True) -> CostModel:
     """β, c₀ and every c₁ at once, by `non_negative` least squares of relative errors, of whole steps: each row is one
     layer's share of a step, so bytes and seconds are those of the step over its layers.
 
-    Dense and sparse steps share β and c₀, because both read the weights. constant: c₁ is one number a layer, as
-    published; otherwise it has a price for each row of the batch and for each scored item too, as far as the rows tell
-    these apart. Raises InputError where the rows determine no cost model: fewer rows than unknowns, or time that does
-    not grow with bytes.
+    Dense and sparse steps share β and c₀, because both read the weights. constant: c₀ and c₁ are one number a layer
+    each, as published; otherwise c₀ grows with the rows of the batch, and c₁ with the scored items of all rows and with
+    those of one row, as far as the steps tell these apart. Raises InputError where the rows determine no cost model:
+    fewer rows than unknowns, or time that does not grow with bytes.
     """
     rows = [r for r in measured if not r.held_out]
     names = list(dict.fromkeys(r.finding for r in rows if r.finding is not None))
@@ -105,12 +111,14 @@ def fit_steps(measured: Sequence[Measured], constant: bool = True) -> CostModel:
         ("", "bytes"): [float(r.bytes) for r in rows],
         ("", "c0"): [1.0] * len(rows),
     }
+    if not constant:
+        columns["", "row"] = [float(r.batch - 1) for r in rows]
     for name in names:
         found = [float(r.finding == name) for r in rows]
         columns[name, "fixed"] = found
         if not constant:
             columns[name, "each"] = [f * r.searched for f, r in zip(found, rows)]
-            columns[name, "row"] = [f * r.batch for f, r in zip(found, rows)]
+            columns[name, "listed"] = [f * r.searched / r.batch for f, r in zip(found, rows)]
     kept = _independent(columns)
     needed = 2 + sum(any(r.finding != name for r in rows) for name in names)
     if len(kept) < needed or len(rows) < needed:
@@ -125,8 +133,8 @@ def fit_steps(measured: Sequence[Measured], constant: bool = True) -> CostModel:
             f"time does not grow with bytes over {len(rows)} steps: they are noise, or all read as much; measure "
             "longer contexts"
         )
-    price = lambda name: Price(*(x.get((name, part), 0.0) for part in ("fixed", "each", "row")))
-    return CostModel(1 / x["", "bytes"], x["", "c0"], {name: price(name) for name in names})
+    price = lambda name: Price(**{part: x.get((name, part), 0.0) for part in ("fixed", "each", "listed")})
+    return CostModel(1 / x["", "bytes"], x["", "c0"], {name: price(name) for name in names}, x.get(("", "row"), 0.0))
 
 
 def _independent(columns: Mapping[tuple[str, str], Sequence[float]]) -> list[tuple[str, str]]:

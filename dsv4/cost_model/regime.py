@@ -37,7 +37,7 @@ class Way:
         share = hardware.weights / n + self.bytes(batch, context)
         finding = self.finding if context > self.least else None  # what keeps everything is dense attention
         layer = costs.seconds(share, finding, self.searched(batch, context), batch)
-        return n * layer + hardware.others * costs.c0
+        return n * layer + hardware.others * costs.launches(batch)
 
 
 @dataclass(frozen=True)

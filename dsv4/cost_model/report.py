@@ -27,7 +27,14 @@ def micro(seconds: float) -> str:
 def priced(price: dict) -> str:
     """A price of finding (`dsv4.cost_model.fit.Price` as a document) in words."""
     row = f" + {micro(price['row'])} µs a row" if price.get("row") else ""
-    return f"{micro(price['fixed'])} µs{row} + {price['each'] * 1e9:.3f} ns a block"
+    listed = f" + {price['listed'] * 1e9:.3f} ns a block of one row" if price.get("listed") else ""
+    return f"{micro(price['fixed'])} µs{row} + {price['each'] * 1e9:.3f} ns a block{listed}"
+
+
+def launches(costs: dict) -> str:
+    """c₀ (of `dsv4.cost_model.fit.CostModel` as a document) in words."""
+    row = f" + {micro(costs['row'])} µs for each row of the batch after the first" if costs.get("row") else ""
+    return f"{micro(costs['c0'])} µs{row}"
 
 
 def markdown(report: dict, picture: str) -> str:
@@ -72,6 +79,7 @@ def _whole(report: dict) -> list[str]:
             f"Whole steps by the cost model that was fitted to measured ones ({steps['geometry']}, {steps['device']}, "
             f"`{steps['command']}`): {_fitted(steps['bill'])} c₀ and c₁ are of one layer, and c₀ is what a layer takes "
             "beside its bytes."
+            + _batches(steps.get("batches", ()))
             + ("" if steps["dense"] else " No dense step was measured, so that c₀ has the price of finding in it."),
             "",
         ]
@@ -87,6 +95,14 @@ def _whole(report: dict) -> list[str]:
             "",
         ]
     return lines
+
+
+def _batches(measured: Sequence[int]) -> str:
+    """At which batches steps were measured, so that a reader sees which rows of the map are extrapolated."""
+    if not measured:
+        return ""
+    said = ", ".join(map(str, measured))
+    return f" Steps were measured at batch {said}; for other batches a straight line through these is assumed."
 
 
 def _headline(report: dict) -> list[str]:
@@ -123,7 +139,7 @@ def _formula(costs: dict) -> str:
 
 def _fitted(costs: dict) -> str:
     prices = "".join(f", c₁ ({name}) = {priced(price)}" for name, price in costs["finding"].items())
-    return f"β = {costs['bandwidth'] / 1e12:.3f} TB/s, c₀ = {micro(costs['c0'])} µs{prices}."
+    return f"β = {costs['bandwidth'] / 1e12:.3f} TB/s, c₀ = {launches(costs)}{prices}."
 
 
 def _crossovers(crossovers: Sequence[dict], measured: bool) -> list[str]:

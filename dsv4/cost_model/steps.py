@@ -3,8 +3,11 @@
     step = bytes / β + layers · (c₀ + c₁)
 
 Bytes are the weights, keys and values, and block summaries by the formulas of `dsv4.cost_model.step`. c₁, the price of
-scoring and choosing, is paid by sparse steps alone. Measured steps are documents of scripts/bench_decode.py. A step is
-fitted as one layer's share of it, so that steps of fewer layers can stand beside those of all.
+scoring and choosing, is paid by sparse steps alone. Both prices are one number in the published form. In the other c₀
+grows with the rows of the batch, because linear layers multiply more rows; c₁ grows with all scored blocks, because
+scores are written and read beside the summaries, and with those of one row, because one program chooses from one list.
+Measured steps are documents of scripts/bench_decode.py. A step is fitted as one layer's share of it, so that steps of
+fewer layers can stand beside those of all.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence

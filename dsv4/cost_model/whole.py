@@ -45,14 +45,15 @@ class Whole:
             names = "geometry", "device", "command", "commit", "layers", "weights", "held"
             steps, about = best(found), {name: getattr(found, name) for name in names}
             about["dense"] = any(step.share.dense for step in found.steps)
+            about["batches"] = sorted({step.share.batch for step in found.steps})
         if tier is None and report.get("tier") is not None:
             tier = Tier.from_document(report["tier"])
         return cls(steps, about, tier)
 
 
 def best(found: MeasuredSteps) -> CostModel:
-    """The fit of the published form, whose c₁ is one number a layer, unless the form with a price a row and a scored
-    block predicts steps that were left out better by more than BETTER, and no fewer of them."""
+    """The fit of the published form, whose c₀ and c₁ are one number a layer each, unless the form in which they grow
+    with rows and scored blocks predicts steps that were left out better by more than BETTER, and no fewer of them."""
 
     def worst(constant: bool) -> tuple[int, float]:
         predicted = left_out(found, constant, LEAVES["one step"])
