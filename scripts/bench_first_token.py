@@ -6,10 +6,10 @@
     python scripts/bench_first_token.py --count [--out DIR]       # what counting allows, without a GPU
 
 Several prompts of one length are read together where they have at most --most-tokens tokens in all, densely and by the
-first two cuts at once. Rows with few tokens come first. Predictions are
-written before anything is measured, and the files again after each row, so that what is known stays if the run is
-killed. On a GPU the kernels of the shortest prompt are listed at the end. Writes first_token_<device>.json, .md and
-.svg. Exit code 1 when a row failed.
+first two cuts at once. What is read at once comes first, then what is read in pieces, both with the fewest tokens
+first. Predictions are written before anything is measured, and the files again after each row, so that what is known
+stays if the run is killed. On a GPU the kernels of the shortest prompt are listed at the end. Writes
+first_token_<device>.json, .md and .svg. Exit code 1 when a row failed.
 """
 
 import argparse
@@ -60,7 +60,8 @@ def arguments() -> argparse.Namespace:
 
 
 def rows_of(args: argparse.Namespace, widths: Widths, longest: int) -> list[Row]:
-    """What is to be measured, the fewest tokens first."""
+    """What is to be measured: at once before in pieces, which take a multiple of the time, and the fewest tokens
+    first."""
     chosen = [way for way in ways(args.cuts, args.pieces) if args.only in way.name]
     found = []
     for batch in args.batch:
@@ -72,7 +73,8 @@ def rows_of(args: argparse.Namespace, widths: Widths, longest: int) -> list[Row]
                 if way.fits(tokens) and (batch == 1 or way.piece is None and way.cut in few):
                     expected = predicted(widths, tokens, batch, way.cut, way.piece, way.peer)
                     found.append(Row(way, tokens, batch, expected, why="not begun"))
-    return sorted(found, key=lambda row: (row.batch * row.tokens, row.batch))  # stable: ways keep their order
+    order = lambda row: (row.way.piece is not None, row.batch * row.tokens, row.batch)
+    return sorted(found, key=order)  # stable: ways keep their order
 
 
 def count(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from dsv4.errors import InputError
+from dsv4.outputs import dumped as dumped
 
 SUFFIXES = (".json", ".md", ".svg")
 ROW = 800  # characters of a line of JSON at most
@@ -188,18 +189,6 @@ def can_draw(folder: Path) -> None:
     from dsv4.speculation.documents import check_can_draw
 
     check_can_draw(folder, "the map is an SVG, and matplotlib is not installed; pip install 'dsv4[plots]'")
-
-
-def dumped(value, depth: int = 0) -> str:
-    """JSON with an object or list on one line where it takes at most ROW characters: a row of a table is a line."""
-    whole = json.dumps(value, ensure_ascii=False)
-    if len(whole) <= ROW or not isinstance(value, dict | list) or not value:
-        return whole
-    inner, end = "\n" + " " * (depth + 1), "\n" + " " * depth
-    if isinstance(value, list):
-        return f"[{inner}" + f",{inner}".join(dumped(item, depth + 1) for item in value) + f"{end}]"
-    items = (f"{json.dumps(key, ensure_ascii=False)}: {dumped(item, depth + 1)}" for key, item in value.items())
-    return f"{{{inner}" + f",{inner}".join(items) + f"{end}}}"
 
 
 def share(text: float) -> float:

@@ -97,9 +97,7 @@ def markdown(report: Mapping) -> str:
         "",
         *_fits(report["forms"], measured["read"]),
     ]
-    for form in report["forms"]:
-        lines += ["", f"## {form['form']}", "", *_rows(form)]
-    return "\n".join([*lines, "", "## Signs", "", *_signs(report)]) + "\n"
+    return "\n".join([*lines, "", "## Steps", "", *_rows(report["forms"]), "", "## Signs", "", *_signs(report)]) + "\n"
 
 
 def _percent(value: float | None, form: str = "+.1%") -> str:
@@ -129,24 +127,30 @@ def _undetermined(quality: Mapping) -> str:
     return f"; {count} not determined by the others" if count else ""
 
 
-def _rows(form: Mapping) -> list[str]:
-    outs = list(form["rows"][0]["left_out"])
+def _rows(forms: Sequence[Mapping]) -> list[str]:
+    """A line for each step, with the errors of both forms."""
+    names = ["ms", "error", *(f"without {name}" for name in forms[0]["rows"][0]["left_out"])]
     lines = [
-        "Errors are predicted over measured − 1: positive where the prediction is too long.",
+        "Errors are predicted over measured − 1: positive where the prediction is too long. Columns of the second "
+        "form, by rows and blocks, are marked ′.",
         "",
-        "| step | batch | context | layers | weights | keys and values | summaries | all bytes | ms | predicted | "
-        + " | ".join(["error", *(f"without {name}" for name in outs)])
+        "| step | batch | context | layers | weights | keys and values | summaries | all bytes | measured ms | "
+        + " | ".join(names + [f"{name}′" for name in names])
         + " |",
-        "|---|" + "---:|" * (10 + len(outs)),
+        "|---|" + "---:|" * (8 + 2 * len(names)),
     ]
-    for row in form["rows"]:
+    for row, other in zip(*(form["rows"] for form in forms)):
         parts, share = row["parts"], lambda names, of=row["parts"]: format_bytes(sum(of.get(n, 0) for n in names))
         others = [name for name in parts if name not in (*KV, "block summaries", "queries and outputs")]
         said = [share(others), share(KV), share(["block summaries"])] if parts else ["–"] * 3
+        found = [
+            cell
+            for r in (row, other)
+            for cell in (f"{r['predicted'] * 1e3:.3f}", *map(_percent, (r["error"], *r["left_out"].values())))
+        ]
         lines.append(
             f"| {row['policy']} | {row['batch']} | {tokens(row['context'])} | {row['layers']} | {' | '.join(said)} | "
-            f"{format_bytes(row['bytes'])} | {row['seconds'] * 1e3:.3f} | {row['predicted'] * 1e3:.3f} | "
-            f"{row['error']:+.1%} | " + " | ".join(_percent(row["left_out"][name]) for name in outs) + " |"
+            f"{format_bytes(row['bytes'])} | {row['seconds'] * 1e3:.3f} | " + " | ".join(found) + " |"
         )
     return lines
 

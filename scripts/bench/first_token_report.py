@@ -74,17 +74,43 @@ def markdown(rows, about: dict, setup: dict, profiles, widths: Widths, rates: Ra
         "of the first dense reading; of sparse ones it is no error.",
         "",
         f"- {GOAL}× at 4K tokens, batch 1: **{goal['verdict']}**{best}.",
+        *_by_length(rows),
         "",
         "| batch | tokens | prompt read | ms | least … most | runs | predicted ms | measured / predicted | tokens/s | "
         "times as fast | difference | peak GB |",
         "|---:|---:|---|" + "---:|" * 9,
-        *(_line(row, rows) for row in rows),
+        *(_line(row, rows) for row in rows if row.ms is not None or row.red),
     ]
-    notes = [f"- {r.batch} × {context_name(r.tokens)}, {r.way.name}: {r.why}" for r in rows if r.why]
+    notes = [f"- {r.batch} × {context_name(r.tokens)}, {r.way.name}: {r.why}" for r in rows if r.red]
+    notes += _not_begun(rows)
     lines += ["", *notes] if notes else []
     for profile in profiles:
         lines += ["", *_profile(profile)]
-    return "\n".join([*lines, "", *counting([(setup["model"], widths)], rates)]) + "\n"
+    told = "Every length and cut: `python scripts/bench_first_token.py --count`."
+    lines += ["", "## What counting allows", "", *_allowed(widths, rates), "", told]
+    return "\n".join(lines) + "\n"
+
+
+def _by_length(rows: Sequence[Row]) -> list[str]:
+    """A line for the fastest sparse reading of each length, batch 1."""
+    found = []
+    for tokens in sorted({r.tokens for r in rows}):
+        mine = [r for r in rows if r.batch == 1 and r.tokens == tokens and r.way.cut is not None]
+        best = max((t for r in mine if (t := times(r, rows)) is not None), default=None)
+        found += [] if best is None else [f"{context_name(tokens)} {best:.2f}×"]
+    return [f"- The fastest sparse reading, batch 1: {', '.join(found)}."] if found else []
+
+
+def _not_begun(rows: Sequence[Row]) -> list[str]:
+    """One line for each batch and length of which rows were not begun, with what was predicted of them."""
+    found: dict[tuple, list[float]] = {}
+    for r in rows:
+        if r.ms is None and not r.red:
+            found.setdefault((r.batch, r.tokens, r.why), []).append(r.predicted)
+    return [
+        f"- {batch} × {context_name(tokens)}: {len(ms)} rows {why} (predicted {min(ms):.4g} to {max(ms):.4g} ms)"
+        for (batch, tokens, why), ms in found.items()
+    ]
 
 
 def _line(row: Row, rows: Sequence[Row]) -> str:
@@ -147,15 +173,13 @@ def counting(models: Sequence[tuple[str, Widths]], rates: Rates) -> list[str]:
     return [*lines, "", *as_built()]
 
 
-def _counted(name: str, widths: Widths, rates: Rates) -> list[str]:
-    found = [bound(widths, tokens, cut, rates) for tokens in COUNTED for cut in (PUBLISHED[0], *CUTS)]
-    shortest = found[0]
+def _allowed(widths: Widths, rates: Rates) -> list[str]:
+    """What counting says of a model, in three lines."""
+    shortest = bound(widths, SHORTEST, PUBLISHED[0], rates)
     fp8 = (shortest.dense + shortest.linear * rates.matmul / DATASHEET / 2) / (
         shortest.linear * rates.matmul / DATASHEET / 2
     )
     return [
-        f"### {name}",
-        "",
         f"- Whole model at 4K: attention is {shortest.dense:.1f} of {shortest.dense + shortest.linear:.1f} ms. If it "
         f"took no time, the first token would come {shortest.free:.2f}× as fast ({shortest.datasheet:.2f}× with "
         f"products at the datasheet's rate, {fp8:.2f}× at twice that, in FP8). So {GOAL}× of a whole model "
@@ -164,6 +188,15 @@ def _counted(name: str, widths: Widths, rates: Rates) -> list[str]:
         "time.",
         f"- Attention alone at 4K, published cut: up to {shortest.alone_least:.2f}×, so {GOAL}× "
         f"**{'is not ruled out' if shortest.alone_least >= GOAL else 'cannot be reached'}** by counting.",
+    ]
+
+
+def _counted(name: str, widths: Widths, rates: Rates) -> list[str]:
+    found = [bound(widths, tokens, cut, rates) for tokens in COUNTED for cut in (PUBLISHED[0], *CUTS)]
+    return [
+        f"### {name}",
+        "",
+        *_allowed(widths, rates),
         "",
         "| tokens | cut | causal pairs | kept | of them | linear ms | dense attention ms | sparse, least ms | alone | "
         "alone, dense kernel's rate | needed TFLOPS | whole | free |",

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dsv4.errors import Dsv4Error
-from dsv4.outputs import writable
+from dsv4.outputs import dumped, writable
 from scripts.bench import assembled, beside, limits
 from scripts.bench.measure import PeerResult, Result
 from scripts.bench.timing import Machine
@@ -257,10 +257,9 @@ def exit_code(run: Callable[[], None]) -> int:
 
 
 def dumps(contents: dict) -> str:
-    """JSON with a key a line, and lists of numbers each on one: a race has hundreds of thousands of them. Raises
-    ValueError for NaN."""
-    text = json.dumps(contents, indent=1, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"\[\n\s*(-?\d[-+.,\deE\s]*?)\n\s*\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+    """JSON of `dsv4.outputs.dumped`. Raises ValueError for NaN."""
+    json.dumps(contents, allow_nan=False)
+    return dumped(contents) + "\n"
 
 
 def timed(contents: dict) -> dict:

@@ -177,6 +177,8 @@ def test_times_are_of_the_fastest_dense():
     assert first_token_report.verdict(rows)["verdict"] == "met"
     assert first_token_report.verdict([row(Way(), 30.0), row(Way(CUT), 21.0)])["verdict"] == "MISSED"
     assert first_token_report.verdict(rows[:2])["verdict"] == "not measured"
+    longer = [*rows, row(Way(CUT), 4.0, 8192)]
+    assert first_token_report._by_length(longer) == ["- The fastest sparse reading, batch 1: 4K 2.00×, 8K 1.25×."]
 
 
 # ---- the script ----------------------------------------------------------------------
@@ -195,9 +197,9 @@ def test_a_run_writes_all_rows(model, monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, *SMALL, *SIZES, "--out", tmp_path) == 0
     found = json.loads((tmp_path / "first_token_cpu.json").read_text())
     at = [(r["batch"], r["tokens"]) for r in found["rows"]]
-    # two prompts of 64 are too many; of two prompts no pieces
-    assert at == [(1, 40)] * 5 + [(1, 64)] * 5 + [(2, 40)] * 3
-    assert {r["piece"] for r in found["rows"][-3:]} == {None}
+    # two prompts of 64 are too many; of two prompts no pieces, which come last
+    assert at == [(1, 40)] * 3 + [(1, 64)] * 3 + [(2, 40)] * 3 + [(1, 40)] * 2 + [(1, 64)] * 2
+    assert [r["piece"] for r in found["rows"]] == [None] * 9 + [16] * 4
     assert all(r["ms"] > 0 and r["predicted"] > 0 and not r["why"] for r in found["rows"])
     assert found["counted"]["bounds"] and found["goal"]["verdict"] == "not measured"
     text = (tmp_path / "first_token_cpu.md").read_text()
@@ -217,6 +219,8 @@ def test_predictions_are_there_before_the_first_row(model, monkeypatch, tmp_path
     rows = json.loads((tmp_path / "first_token_cpu.json").read_text())["rows"]
     assert len(rows) == 13 and all(r["predicted"] > 0 and r["ms"] is None for r in rows)
     assert {r["why"] for r in rows} == {"not begun"}
+    text = (tmp_path / "first_token_cpu.md").read_text()
+    assert text.count("not begun") == 3 and "- 1 × 40: 5 rows not begun (predicted " in text
 
 
 def test_counting_needs_no_model(monkeypatch, tmp_path, capsys):
