@@ -123,6 +123,8 @@ def test_measured_steps_left_out_are_predicted(geometry):
     assert published["without one step"]["worst_error"] > 2 * HELD_OUT
     assert max(rows[name]["worst_error"] for name in rows) < HELD_OUT and rows["without one length"]["rows"] == 32
     assert best(found) == found.fit(constant=False) and best(found).bandwidth == pytest.approx(found.read, rel=0.01)
+    seconds = dict(zip(map(id, found.steps), left_out(found, False, lambda s: s.shape)))  # dense and sparse together
+    assert max(abs(r["error"]) for r in ratios(found, lambda s: seconds[id(s)])) < 0.016
 
 
 def test_linear_layers_of_more_rows_take_longer():
