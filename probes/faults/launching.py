@@ -58,7 +58,8 @@ def pressure_counts_the_pages_that_were_taken_beforehand(site: Site) -> None:
     """A row counts with all pages that it may ever need: drafts are capped from the beginning."""
 
     def live(cache, tokens, done):
-        return {name: tokens.new_tensor(pool.live) for name, pool in cache.whole.pools.items()}
+        # filled on the device: a capture refuses a copy from the host
+        return {name: tokens.new_full(tokens.shape[:-1], pool.live) for name, pool in cache.whole.pools.items()}
 
     site.patch(Allotted, "live", live)
 

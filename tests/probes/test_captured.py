@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.cache.cache import Cache
 from dsv4.cache.rows import Tokens
@@ -23,6 +22,7 @@ from dsv4.probes.scenes.contract_cases import cases_beside
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
 from dsv4.runtime.graph import DecodeGraph
+from tests.capturing import Refusing
 
 
 @pytest.fixture(scope="module")
@@ -132,17 +132,6 @@ def test_the_graph_under_test_is_decode_graph(subject, monkeypatch):
     assert {c.status for c in findings(subject)} == {Status.ERROR}
 
 
-class NoHostReads(TorchDispatchMode):
-    """Refuses what a stream capture refuses: shapes that depend on numbers."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        masks = [t for t in (args[1] if name == "index" else ()) if t is not None and t.dtype is torch.bool]
-        if name == "nonzero" or masks:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_a_fault_of_a_fused_step_can_be_captured_and_is_wrong_numbers(tmp_path):
     """Planted on a GPU it has to be wrong entries, which `captured` names, and no error of the capture itself."""
@@ -154,7 +143,7 @@ def test_a_fault_of_a_fused_step_can_be_captured_and_is_wrong_numbers(tmp_path):
     next(m for m in catalogue() if m.name == "windows in replays pool tokens that do not exist").plant(site)
     try:
         planted = COMPOSITIONS["attention_inputs"].implementations["triton"]
-        with NoHostReads():
+        with Refusing():
             found = results(planted, case, host)
     finally:
         site.undo()

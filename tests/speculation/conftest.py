@@ -15,6 +15,7 @@ import torch
 
 from dsv4.speculation import host_loop, one_launch
 from dsv4.speculation.one_launch import OneLaunch
+from tests.capturing import Refusing
 
 CXX = shutil.which("g++") or shutil.which("clang++")
 ON_HOST = """
@@ -73,13 +74,20 @@ def on_a_thread(monkeypatch):
                     return
 
     monkeypatch.setattr(one_launch, "WhileGraph", OnThread)
-    monkeypatch.setattr(host_loop, "captured_graph", lambda run, *how, **more: SimpleNamespace(replay=run))
+    monkeypatch.setattr(host_loop, "captured_graph", _captured)
     monkeypatch.setattr(
         OneLaunch, "_mark", lambda self: SimpleNamespace(query=lambda: not control.threads[-1].is_alive())
     )
     # as if captured, but without streams and pools
     monkeypatch.setattr(OneLaunch, "prepare", _as_captured(OneLaunch.prepare))
     return control
+
+
+def _captured(run, *how, **more):
+    """A graph whose capture is refused where a GPU refuses it; a replay runs the steps again."""
+    with Refusing(but="kernels"):
+        run()
+    return SimpleNamespace(replay=run)
 
 
 def _as_captured(prepare):

@@ -78,6 +78,7 @@ def test_the_drafter_follows_rests_before_every_draft(model, on_a_thread):
         rounds.policy = Scheduled(torch.tensor([[n, n] for n in pattern * 6]))
         tokens, *start = primed(model, _emptied(rounds.cache), ids)
         rounds.restart(tokens, *start, [29, 29])
+        rounds.prepare()
         followed, real = [], rounds.drafter.catch_up
         rounds.drafter.catch_up = lambda width, start: (followed.append(width), real(width, start))
         out = rounds.run()

@@ -20,6 +20,7 @@ from dsv4.speculation import (
 )
 from dsv4.speculation.policy_device import DeviceCostAware, KernelCostAware
 from scripts.bench.speculation_costs import flat, moe
+from tests.capturing import Refusing
 from tests.speculation.host import vector_means, vector_sizes
 
 ODD = AdaptiveParameters(weight=0.3, start=0.55, thresholds=(0.25, 0.5, 0.75), sizes=(1, 3, 5, 7), pressure_cap=4)
@@ -153,21 +154,9 @@ def test_reset_begins_a_new_request_in_some_rows_only(policy):
 
 @pytest.mark.parametrize("policy", [Static(4), Adaptive(), CostAware(flat(), 8)], ids=lambda p: p.name)
 def test_a_step_reads_nothing_back_and_takes_nothing_from_the_host(policy):
-    """Operations that would wait for a device, or copy to it, by name: what a capture refuses."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Forbid(TorchDispatchMode):
-        seen = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen.append(str(func))
-            refused = ("_local_scalar", "nonzero", "lift_fresh", "scalar_tensor", "masked_select")
-            assert not any(word in str(func) for word in refused), func
-            return func(*args, **(kwargs or {}))
-
     device = on_device(policy, 8, "cpu")
     counts, live, pressure = torch.ones(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool), torch.tensor(True)
-    with Forbid() as mode:
+    with Refusing() as mode:
         device.step(counts, counts, pressure, live)
         device.reset(live)
     assert mode.seen
