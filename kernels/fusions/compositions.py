@@ -270,9 +270,10 @@ def place(
     window: (tokens W, rows R of the ring a batch row). Returns rows of the ring int64 [N, W] of the last W positions of
     each token, −1 before position 0, and its own [N]; for each frequencies fp32 [d/2] the rotation and the inverse one,
     fp32 [N, d/2, 2] (cos, sin); and of each `kept`, with C windows that a row may complete and M = B·C: visible entries
-    int64 [B, tokens], place in the window [N], row of the ring [N], new windows [B, C], whether complete bool [M], rows
-    of the ring of their tokens [M, overlap·ratio] (−1: none), the last frequencies' rotation fp32 [M, d/2, 2], and rows
-    [M] of each pool.
+    int64 [B, tokens], place in the window [N], row of the ring [N], new windows [B, C], whether each is complete and
+    has room in every pool bool [M], rows of the ring of their tokens [M, overlap·ratio] (−1: none), the last
+    frequencies' rotation fp32 [M, d/2, 2], and rows [M] of each pool. So a start beyond the cache, which only the
+    device knows, writes nothing outside of its batch row.
     """
     W, R = window
     row = torch.arange(len(start), device=start.device).unsqueeze(1)
@@ -285,7 +286,7 @@ def place(
     for k in kept:
         C, S = (tokens + k.ratio - 1) // k.ratio, k.overlap * k.ratio
         new = start.unsqueeze(1) // k.ratio + torch.arange(C, device=start.device)
-        live = (new + 1) * k.ratio <= start.unsqueeze(1) + tokens
+        live = ((new + 1) * k.ratio <= start.unsqueeze(1) + tokens) & (new < min(k.entries))
         offset = torch.arange(k.ratio - S, k.ratio, device=start.device)
         at = (new * k.ratio).unsqueeze(-1) + offset
         rows = torch.where((at < 0) | ~live.unsqueeze(-1), -1, at % k.ring + row.unsqueeze(-1) * k.ring)

@@ -154,6 +154,8 @@ def _new_window(
     S: tl.constexpr = SHAPES[AT + 1]
     window, m, i = start // RATIO + c, b * SHAPES[AT + 3] + c, tl.arange(0, S)
     live = (window + 1) * RATIO <= start + T
+    for pool in tl.static_range(len(OUT) - 7):
+        live = live & (window < POOLS[pool])
     tl.store(OUT[3] + m, window)
     tl.store(OUT[4] + m, live.to(tl.uint8))
     # offset = torch.arange(k.ratio - S, k.ratio); absent before position 0 and in incomplete windows

@@ -186,7 +186,7 @@ def test_refusals():
 def test_place(starts, T):
     start = torch.tensor(starts, device=DEVICE)
     frequencies = tuple((10000.0 ** (-torch.arange(k) / k)).to(DEVICE) for k in (12, 12))
-    args = start, T, frequencies, (24, 30), (Kept(4, 2, 23, (9, 64)), Kept(128, 1, 150, (7,)))
+    args = start, T, frequencies, (24, 30), (Kept(4, 2, 23, (250_001, 250_064)), Kept(128, 1, 150, (7_813,)))
     got, wanted = triton_step.place(*args), compositions.place(REFERENCE, *args)
     assert len(got) == len(wanted)
     for a, b in zip(got, wanted):
@@ -195,6 +195,19 @@ def test_place(starts, T):
     # angles are fp32 products
     exact = rotation(start.double().view(-1, 1) + torch.arange(T, device=DEVICE), frequencies[0])
     assert (torch.view_as_complex(got[2]) - exact.flatten(0, 1)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_start_beyond_the_cache_writes_no_entries(T):
+    """Windows of 4 tokens in a pool of 9 entries a row: the last one that has room, and all behind it."""
+    start, frequencies = torch.arange(30, 60, device=DEVICE), (randn(12).abs(),)
+    args = start, T, frequencies, (24, 30), (Kept(4, 2, 23, (9, 64)),)
+    for found in (triton_step.place(*args), compositions.place(REFERENCE, *args)):
+        new, live, rows, slots = found[7].flatten(), found[8], found[9], found[11]
+        row = torch.arange(len(start), device=DEVICE).repeat_interleave(len(new) // len(start))
+        assert live.any() and torch.equal(slots[live] // 9, row[live])  # not in another row's, nor behind the last
+        complete = (new + 1) * 4 <= start[row] + T
+        assert torch.equal(live, complete & (new < 9)) and (complete & ~live).any() and (rows[~live] == -1).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
