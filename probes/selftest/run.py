@@ -42,6 +42,8 @@ from dsv4.probes.subject import Subject
 RED = (Status.FAIL, Status.ERROR)
 # a fault of the process, not the planted one
 BLUNDER = re.compile("same device|two devices|got a tensor on cpu")
+# how a process that dies says what of: an assertion on a device, an exception that nothing caught
+LAST_WORDS = re.compile(r"Assertion|what\(\):|error", re.I)
 
 
 @dataclass(frozen=True)
@@ -361,15 +363,17 @@ def _here(tasks: list[Mutation | Clean], bench: Bench) -> Iterator[tuple[int, Ou
 
 
 @contextmanager
-def _pool(jobs: int, bench: Bench) -> Iterator[ProcessPoolExecutor]:
-    """Processes for tasks. Left by an exception, Ctrl-C's too, tasks that wait are dropped, and those that run end."""
+def _pool(jobs: int, bench: Bench, heard: str | None = None) -> Iterator[ProcessPoolExecutor]:
+    """Processes for tasks. Left by an exception, Ctrl-C's too, tasks that wait are dropped, and those that run end.
+    heard: a file for what they write to stderr."""
     lives = _lives(bench)
     context = get_context("spawn" if lives is None else "forkserver")
     if lives is not None:  # many processes: each is a copy of one that has imported everything and touched no device
         context.set_forkserver_preload(preloaded())
     # processes are shared out to all, if none is named
     gpus = gpu_names(torch.cuda.device_count()) if bench.device == "cuda" else ()
-    pool = ProcessPoolExecutor(jobs, context, _begin, (gpus, context.Value("q", 0)), max_tasks_per_child=lives)
+    begins = gpus, context.Value("q", 0), heard
+    pool = ProcessPoolExecutor(jobs, context, _begin, begins, max_tasks_per_child=lives)
     with pool:
         try:
             yield pool
@@ -397,10 +401,12 @@ def _lives(bench: Bench) -> int | None:
     return 1 if bench.device.startswith("cuda") else None
 
 
-def _begin(gpus: tuple[str, ...], begun) -> None:
-    """Of a worker: one thread, one of the GPUs by turns (begun: a Value shared by all workers), and an end when the
-    process that started it ends, however that was ended."""
+def _begin(gpus: tuple[str, ...], begun, heard: str | None) -> None:
+    """Of a worker: one thread, one of the GPUs by turns (begun: a Value shared by all workers), `heard` as stderr, and
+    an end when the process that started it ends, however that was ended."""
     torch.set_num_threads(1)
+    if heard is not None:  # the descriptor itself: a library that aborts asks no Python
+        os.dup2(os.open(heard, os.O_WRONLY | os.O_APPEND), 2)
     if gpus:  # read when CUDA is first called, which no process has done that workers are copies of
         with begun.get_lock():
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[begun.value % len(gpus)]
@@ -410,10 +416,19 @@ def _begin(gpus: tuple[str, ...], begun) -> None:
 
 
 def _alone(task: Mutation | Clean, bench: Bench) -> Outcome | Clean:
-    with _pool(1, bench) as pool:
+    with tempfile.NamedTemporaryFile("r", prefix="dsv4-selftest-", errors="replace") as heard:
         try:
-            return pool.submit(work, task, bench).result()
+            with _pool(1, bench, heard.name) as pool:
+                return pool.submit(work, task, bench).result()
         except BrokenProcessPool:
-            if isinstance(task, Mutation):
-                return Outcome(task, Found(note="the process died, without a word of what it died of"))
-            return replace(task, red=("the process died",))
+            died = _death(heard.read())
+            return Outcome(task, Found(note=died)) if isinstance(task, Mutation) else replace(task, red=(died,))
+        finally:
+            heard.seek(0)
+            sys.stderr.write(heard.read())
+
+
+def _death(said: str) -> str:
+    """What a process died of, by the first line of what it said that tells of an error."""
+    words = next((line.strip() for line in said.splitlines() if LAST_WORDS.search(line)), "")
+    return f"the process died: {words}" if words else "the process died, without a word of what it died of"

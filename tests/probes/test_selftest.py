@@ -104,6 +104,12 @@ def dies(site) -> None:
     os._exit(3)
 
 
+def dies_of_an_assertion(site) -> None:
+    """As a kernel's assertion on a device ends its process: what it says is written by no Python."""
+    os.write(2, b"a warning\nIndexing.cu:1515: Assertion `srcIndex < srcSelectDimSize` failed.\nterminate called\n")
+    os._exit(3)
+
+
 def mixes_devices(site) -> None:
     """Written where every tensor is on one device: on another, whatever it touches crashes."""
 
@@ -270,10 +276,14 @@ def test_the_profile_itself_is_never_damaged(bench, quick):
     load_model(bench.profiles / "default")
 
 
-def test_a_fault_that_kills_its_process_is_a_gap(bench):
-    """Processes that import everything: 8 s."""
-    [(_, outcome)] = run_all([planted(dies)], bench, jobs=2)
-    assert not outcome.found.caught and "died" in outcome.found.note
+def test_a_fault_that_kills_its_process_is_a_gap(bench, capfd):
+    """The note has the words in which it died, and all of them are passed on. Processes that import everything: 8 s."""
+    found = dict(run_all([planted(dies), planted(dies_of_an_assertion)], bench, jobs=2))
+    assert not any(outcome.found.caught for outcome in found.values())
+    notes = [found[i].found.note for i in range(2)]
+    assert notes[0] == "the process died, without a word of what it died of"
+    assert notes[1] == "the process died: Indexing.cu:1515: Assertion `srcIndex < srcSelectDimSize` failed."
+    assert "terminate called" in capfd.readouterr().err
 
 
 def test_copies_have_what_is_preloaded(tmp_path):
