@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4.moved import install
+from dsv4.version import __version__
 
 if TYPE_CHECKING:
     from dsv4.model.load import load_model
 
-__version__ = "0.2.0"
 __all__ = ["__version__", "load_model"]
 
 _checkout = Path(__file__).resolve().parent.parent

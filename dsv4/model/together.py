@@ -7,7 +7,6 @@ import zlib
 
 import torch
 
-from dsv4 import __version__
 from dsv4.errors import InputError
 from dsv4.loaders.cuts import Cut, joint_problems
 from dsv4.loaders.errors import CheckpointError
@@ -16,6 +15,7 @@ from dsv4.loaders.load import Inventory
 from dsv4.model.causal import CausalLM
 from dsv4.model.official import ELSEWHERE
 from dsv4.model.ranks import Ranks
+from dsv4.version import __version__
 
 
 def check_alike(ranks: Ranks, inventory: Inventory, *choices) -> None:

@@ -11,10 +11,24 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (  # from the top; a module imports its own layer and those below it
     ("commands", ("dsv4.commands", "dsv4.lm_eval", "dsv4.__main__")),
     ("probes", ("dsv4.probes",)),
-    ("engine", ("dsv4.engine", "dsv4.sampling", "dsv4.speculation", "dsv4.cost_model", "dsv4.runtime")),
+    (
+        "engine",
+        ("dsv4.engine", "dsv4.sampling", "dsv4.speculation", "dsv4.cost_model", "dsv4.runtime", "dsv4.parallel"),
+    ),
     ("model", ("dsv4.model", "dsv4.cache")),
     ("loaders", ("dsv4.loaders",)),
-    ("base", ("dsv4.errors", "dsv4.moved", "dsv4.named_values", "dsv4.outputs", "dsv4.sending", "dsv4.units")),
+    (
+        "base",
+        (
+            "dsv4.errors",
+            "dsv4.moved",
+            "dsv4.named_values",
+            "dsv4.outputs",
+            "dsv4.sending",
+            "dsv4.units",
+            "dsv4.version",
+        ),
+    ),
     ("kernels", ("dsv4.kernels",)),
 )
 

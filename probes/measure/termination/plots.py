@@ -78,7 +78,8 @@ def _layers(document: dict) -> str:
         skipped.plot(x, [r["whole"]["skipped_shared"] for r in group], "+:", color=f"C{n}")
     share_axis(skipped, f"tiles skipped, {most:,} tokens: probe (●),\noracles of whole output (+) and known end (×)")
     offset.set_title(
-        "tiles from the oracle's stop to the probe's: median,\nknown end (●, 5 % to 95 %) and whole output (+)", fontsize=9
+        "tiles from the oracle's stop to the probe's: median,\nknown end (●, 5 % to 95 %) and whole output (+)",
+        fontsize=9,
     )
     offset.tick_params(labelsize=7)
     offset.grid(alpha=0.25)
