@@ -9,7 +9,7 @@ from dsv4.errors import InputError, UnsupportedInput
 from dsv4.loaders.cuts import Cut, joint_problems
 from dsv4.model.load import load_model
 from dsv4.model.ranks import Ranks
-from tests.parallel.threads import together
+from dsv4.parallel.threads import together
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 TOKENS = 300

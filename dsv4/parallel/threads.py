@@ -1,4 +1,5 @@
-"""Ranks as threads of one process, so that they exchange tensors without torch.distributed."""
+"""Ranks as threads of one process, which exchange tensors without torch.distributed: for checks of what ranks compute,
+not for speed."""
 
 import threading
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from dsv4.model.ranks import Ranks
 
 
 class Threads:
+    """Where `size` threads meet."""
+
     def __init__(self, size: int):
         self.barrier, self.given = threading.Barrier(size), [None] * size
 
