@@ -34,6 +34,7 @@ DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
+PAGE = 4096  # bytes that are read from a disk together
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ class Files:
 
     def read_part(self, tensor: FileTensor, start: int, nbytes: int, shape: tuple[int, ...], cut: Cut) -> torch.Tensor:
         """Bytes of the part `cut` of the array `shape`, which is [start, start + nbytes) of a tensor, as a fresh uint8
-        buffer. Columns are read row by row."""
+        buffer. Columns are read row by row, or with what is between them where that lies on the same pages."""
         rows = math.prod(shape[: cut.axis])
         line = nbytes // max(1, rows)  # bytes of the cut axis and of those after it
         element = line // max(1, shape[cut.axis])
         first, last = cut.start * element, cut.stop * element
         if rows == 1:
             return self.read(tensor, start + first, last - first)
+        if last - first < PAGE:
+            return self.read(tensor, start, nbytes).view(rows, line)[:, first:last].reshape(-1)
         buffer = torch.empty(rows * (last - first), dtype=torch.uint8)
         parts = memoryview(buffer.numpy())
         with open(tensor.file, "rb") as f:

@@ -43,7 +43,7 @@ class Piece:
         """Elements [start, stop) that it fills of a contiguous parameter of `shape`; a slice in `index` comes last."""
         start, stop = 0, math.prod(shape)
         stride = stop
-        for extent, where in zip(shape, self.index):
+        for extent, where in zip(shape if stop else (), self.index):
             stride //= extent
             first, last, _ = (where if isinstance(where, slice) else slice(where, where + 1)).indices(extent)
             start, stop = start + first * stride, start + last * stride

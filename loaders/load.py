@@ -152,6 +152,8 @@ def fill(
     )
     total, done = sum(map(size, pieces)), 0
     for piece in pieces:
+        if piece.cut is not None and not piece.cut.size:  # other ranks have all of it
+            continue
         target = parameters[piece.parameter][piece.index]
         if "raw" in piece.names:
             value = _as(inventory.read(piece.names["raw"], piece.cut), target.dtype, piece.names["raw"])

@@ -15,6 +15,7 @@ from dsv4.commands.options import (
     DUMMIES,
     AsJson,
     Backend,
+    ByExpert,
     Cache,
     Device,
     DraftCosts,
@@ -78,6 +79,7 @@ def generate(
     kernel: Kernels = None,
     device: Device = "cpu",
     tensor_parallel_size: TensorParallel = 1,
+    expert_parallel: ByExpert = False,
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
     attention: Reads = None,
@@ -150,7 +152,17 @@ def generate(
         with progress_bar("loading", shown=shown) as loading:
             choices = run.Choices(numerics, backend, device, cache, index_cache)
             session = run.Session(
-                checkpoint, choices, device_map, max_memory, loading, dummy_weights, layers, reads, where, kernels
+                checkpoint,
+                choices,
+                device_map,
+                max_memory,
+                loading,
+                dummy_weights,
+                layers,
+                reads,
+                where,
+                kernels,
+                expert_parallel,
             )
         _say(user_kernels.before(session.model), quiet)
         session.tokenizer = tokenizer
@@ -234,6 +246,7 @@ def batch(
     kernel: Kernels = None,
     device: Device = "cpu",
     tensor_parallel_size: TensorParallel = 1,
+    expert_parallel: ByExpert = False,
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
     attention: Reads = None,
@@ -277,6 +290,7 @@ def batch(
                 progress=loading,
                 attention=reads,
                 kernels=kernels,
+                by_expert=expert_parallel,
             )
         opened.append(session.model)
         _say(user_kernels.before(session.model), quiet)

@@ -148,13 +148,13 @@ class Choices:
     index_cache: str = "auto"
 
 
-def joined(choices: Choices) -> Choices:
+def joined(choices: Choices, by_expert: bool = False) -> Choices:
     """`choices` of this rank, once it has joined the others; as they are for a single process."""
     if asked() is None:
         return choices
     from dsv4.parallel.processes import join
 
-    join(choices.device)
+    join(choices.device, by_expert)
     return replace(choices, device=own_device(choices.device))
 
 
@@ -174,8 +174,10 @@ class Session:
         attention: Attention | None = None,
         kv_memory: HostMemory | None = None,
         kernels: Mapping[str, Replacement] | None = None,
+        by_expert: bool = False,
     ):
-        choices = joined(choices)
+        """by_expert: of several ranks each has whole routed experts."""
+        choices = joined(choices, by_expert)
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
         self.first: float | None = None  # seconds from the last request to its first token, None if none was shown

@@ -91,6 +91,13 @@ TensorParallel = Annotated[
         "starts them too.",
     ),
 ]
+ByExpert = Annotated[
+    bool,
+    typer.Option(
+        "--expert-parallel",
+        help="Of several ranks each has whole routed experts, instead of a part of every one's width.",
+    ),
+]
 Drafting = Annotated[
     str,
     choice(

@@ -2,6 +2,7 @@
 
 import torch
 
+from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, Matrix, parameter
 from dsv4.model.module import Module, fuses
@@ -33,24 +34,24 @@ class Gate(Module):
 
 
 class Experts(Module):
-    """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]; of several ranks each has
-    equally many, from number `first` on."""
+    """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]. Of several ranks each has
+    whole blocks of every expert's width; or, by expert, equally many experts, from number `first` on."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
-        mine, I, d = (
-            ranks.even(config.n_routed_experts, "n_routed_experts"),
-            config.moe_intermediate_size,
-            config.hidden_size,
-        )
-        E, self.first, self.partial = mine.size, mine.start, mine.partial is not None
-        self.w13 = Matrix((E, 2 * I, d), store("w1"), stacked=("w1", "w3"))
-        self.w2 = Matrix((E, d, I), store("w2"), stacked=("w2",))
+        E, I, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
+        mine = ranks.even(E, "n_routed_experts") if ranks.by_expert else Cut(0, 0, E, E)
+        part = Cut(0, 0, I, I) if ranks.by_expert else ranks.blocks(I, config.weight_block_size[0])
+        self.first, self.partial = mine.start, mine.partial is not None
+        self.w13 = Matrix((mine.size, 2 * part.size, d), store("w1"), stacked=("w1", "w3"), cut=part)
+        self.w2 = Matrix((mine.size, d, part.size), store("w2"), stacked=("w2",), cut=part.columns)
         self.limit, self.op = config.swiglu_limit, op
         self.simulate = numerics.simulate and self.w13.quantised
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [N, d], indices int64 [N, k], weights fp32 [N, k] → fp32 [N, d], of this rank's experts."""
+        """x [N, d], indices int64 [N, k], weights fp32 [N, k] → fp32 [N, d], of this rank's part."""
+        if not self.w13.weight.shape[1]:
+            return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         indices, weights = self.local(indices, weights)
         return self.op.experts(x, indices, weights, self.w13.packed(), self.w2.packed(), self.limit, self.simulate)
 

@@ -113,6 +113,8 @@ def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
 
 def _elsewhere(name: str, config: ModelConfig, ranks: Ranks) -> str | None:
     """Why a rank may leave out a tensor that another rank holds whole."""
+    if not ranks.by_expert:
+        return None
     expert = re.search(r"\.ffn\.experts\.(\d+)\.", name)
     mine = ranks.even(config.n_routed_experts, "n_routed_experts")
     return ELSEWHERE if expert and not mine.start <= int(expert[1]) < mine.stop else None

@@ -1,8 +1,11 @@
 """Several processes that hold one model together, each a part of every layer, and what they must exchange.
 
-Attention is cut by heads and groups of heads, routed experts by expert, the shared expert by width, embedding and head
-by vocabulary. Everything else is held by every rank, caches too. Each rank runs every token; sums over ranks follow the
-maps that end a sublayer.
+Attention is cut by heads and groups of heads, experts by width (routed ones by expert if that is asked for), embedding
+and head by vocabulary. Everything else is held by every rank, caches too. Each rank runs every token; sums over ranks
+follow the maps that end a sublayer.
+
+By width every rank reads an equal part of each expert that a token needs, whichever these are; by expert one token's
+experts may all be on one rank, but matrices stay large where there are many ranks.
 """
 
 from collections.abc import Sequence
@@ -30,11 +33,13 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process `rank` of `size`. group: None where nothing is exchanged, as in a plan."""
+    """The process `rank` of `size`. group: None where nothing is exchanged, as in a plan. by_expert: routed experts are
+    cut by expert."""
 
     rank: int = 0
     size: int = 1
     group: Group | None = None
+    by_expert: bool = False
 
     def even(self, n: int, what: str, per: int = 1) -> Cut:
         """This rank's part of n equal things, each of `per` elements. Raises InputError unless all get equally many."""

@@ -29,7 +29,7 @@ def check_alike(ranks: Ranks, inventory: Inventory, *choices) -> None:
         "number of ranks": ranks.size,
         "config.json": _digest(inventory.config),
         "the checkpoint's tensors": _digest(headers),
-        "options": str(choices),
+        "options": str((*choices, ranks.by_expert)),
     }
     said = [json.loads(one) for one in ranks.group.exchange("what was asked for", json.dumps(mine).encode())]
     for rank, other in enumerate(said):

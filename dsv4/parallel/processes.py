@@ -20,8 +20,9 @@ PATIENCE = 15.0  # seconds that a rank may be silent
 POLL = 0.05  # seconds between looks at what others said
 
 
-def join(device: str = "cpu") -> Ranks:
-    """Join the other ranks that the environment names, once. Raises RankLost where they do not come."""
+def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
+    """Join the other ranks that the environment names, once. by_expert: as in `Ranks`. Raises RankLost where they do
+    not come."""
     found = asked()
     if found is None or here() is not ALONE:
         return here()
@@ -35,7 +36,7 @@ def join(device: str = "cpu") -> Ranks:
             f"rank {rank} of {size} did not find the others at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')} ({' '.join(str(failure).split())[:120]}); see that all were started"
         ) from None
-    settle(Ranks(rank, size, Processes(rank, size, store)))
+    settle(Ranks(rank, size, Processes(rank, size, store), by_expert))
     return here()
 
 

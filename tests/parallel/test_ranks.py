@@ -1,5 +1,6 @@
 """A model that several ranks hold together, against the whole one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,12 @@ def whole():
     return load_model(DEMO, numerics="fp32", backend="reference")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[(2, False), (4, False), (2, True), (4, True)], ids=lambda p: f"{p[0]}, {p[1]}")
 def models(request):
-    return together(request.param, lambda ranks: load_model(DEMO, numerics="fp32", backend="reference", ranks=ranks))
+    """By width and by expert."""
+    size, by_expert = request.param
+    one = lambda ranks: replace(ranks, by_expert=by_expert)
+    return together(size, lambda ranks: load_model(DEMO, numerics="fp32", backend="reference", ranks=one(ranks)))
 
 
 def run(models, what) -> list:
@@ -32,7 +36,7 @@ def run(models, what) -> list:
         model = models[ranks.rank]
         for module in model.modules():
             if hasattr(module, "ranks"):
-                module.ranks = ranks
+                module.ranks = replace(ranks, by_expert=module.ranks.by_expert)
         return what(model)
 
     return together(len(models), one)
@@ -86,11 +90,14 @@ def test_all_parts_of_all_ranks_are_the_checkpoint(whole, models):
     leaves = {
         name.split(".", 2)[-1].removesuffix(".weight").removesuffix(".scale") for name in cut if "layers.0" in name
     }
-    shared = {f"ffn.shared_experts.w{i}" for i in (1, 2, 3)}
-    assert leaves - shared == {"attn.wq_b", "attn.attn_sink", "attn.wo_a", "attn.wo_b"}
+    leaves = {leaf for leaf in leaves if "experts" not in leaf}
+    assert leaves == {"attn.wq_b", "attn.attn_sink", "attn.wo_a", "attn.wo_b"}
     assert {"embed.weight", "head.weight"} <= cut
     experts = [{n for n in account if ".experts." in n and ".shared" not in n} for account in accounts]
-    assert not set.intersection(*experts) and len(set.union(*experts)) == sum(map(len, experts))
+    if models[0].ranks.by_expert:
+        assert not set.intersection(*experts) and len(set.union(*experts)) == sum(map(len, experts))
+    else:
+        assert all(account[name] is not None for account, mine in zip(accounts, experts) for name in mine)
     held = sum(model.nbytes for model in models)
     again = sum(p.nbytes for n, p in whole.named_parameters() if not part_of(n, models[0])) * (len(models) - 1)
     assert held == whole.nbytes + again
@@ -123,8 +130,8 @@ def test_each_rank_reads_its_part_only(models, monkeypatch):
 
     monkeypatch.setattr(Files, "read", counted)
     monkeypatch.setattr(Files, "read_part", counted_part)
-    ranks = models[1].ranks
-    model = load_model(DEMO, numerics="native", backend="reference", ranks=Ranks(ranks.rank, ranks.size))
+    ranks = replace(models[1].ranks, group=None)
+    model = load_model(DEMO, numerics="native", backend="reference", ranks=ranks)
     assert sum(bytes_read) <= model.nbytes  # indices of hash layers are held in 8 bytes and stored in 4
     assert sum(bytes_read) > 0.8 * model.nbytes
 
