@@ -121,6 +121,7 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
     engine.run()
+    session.model.ranks.check()
     notes = [] if options.speculate == "off" else speculation_notes(session.model, options.together)
     firsts = [s for d in documents if (s := d["time_to_first_token_seconds"]) is not None]
     figures = engine.figures() | {"time_to_first_token_seconds": percentiles(firsts)}

@@ -21,8 +21,8 @@ from dsv4.commands.regime import regime_app
 from dsv4.commands.sparse_prefill import sparse_prefill
 from dsv4.commands.terminal import errors
 from dsv4.commands.termination import termination
-from dsv4.errors import Dsv4Error, RankLost
-from dsv4.parallel.ranks_asked import LOST, WATCHED, settle_streams
+from dsv4.errors import Dsv4Error, InputError, RankLost
+from dsv4.parallel.ranks_asked import LOST, WATCHED, asked, settle_streams
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them
 COMPLETION = "_DSV4_COMPLETE"  # set by the shell's completion
@@ -99,6 +99,8 @@ def guarded(run: Callable[[], None]) -> None:
 def _invoke() -> None:
     if COMPLETION in os.environ:
         command().main(prog_name="dsv4")  # answers the shell, and exits
+    if asked() is not None and not {*sys.argv[1:2]} <= {"generate", "batch", "--version", "--help"}:
+        raise InputError(f"RANK and WORLD_SIZE are set, and {sys.argv[1]!r} runs in one process: unset them")
     with command().make_context("dsv4", sys.argv[1:]) as context:  # not main(), which makes a closed pipe code 1
         command().invoke(context)
 

@@ -237,6 +237,7 @@ class Session:
             if shown:  # the generated text stays; the error comes on a line of its own
                 show((stream.finish() if stream else "") + "\n")
             raise
+        self.model.ranks.check()
         if stream:
             show(stream.finish())
         return result, stream.shown if stream else ""

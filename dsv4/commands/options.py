@@ -8,6 +8,7 @@ import typer
 
 from dsv4.errors import InputError, brief
 from dsv4.model.gqa.geometries import GEOMETRIES
+from dsv4.parallel.ranks_asked import asked
 
 NUMERICS = ("fp32", "native", "qat", "qat:fp32")
 BACKENDS = ("auto", "reference", "cpu", "triton")
@@ -65,19 +66,18 @@ Threads = Annotated[
 ]
 
 
-def _ranks(size: int) -> int:
-    """Callback of --tensor-parallel-size: start the ranks, unless this process is one of them, and exit as they do."""
-    if size > 1:
-        from dsv4.parallel.ranks_asked import asked
+def spread(size: int) -> None:
+    """What a command with --tensor-parallel-size does first: start that many ranks, unless this process is one of them,
+    and exit as they do."""
+    if size == 1:
+        return
+    found = asked()
+    if found is None:
+        from dsv4.parallel.launch import launch
 
-        found = asked()
-        if found is None:
-            from dsv4.parallel.launch import launch
-
-            raise typer.Exit(launch(size, sys.argv[1:]))
-        if found[1] != size:
-            raise InputError(f"--tensor-parallel-size {size} was given to one of {found[1]} ranks; give their number")
-    return size
+        raise typer.Exit(launch(size, sys.argv[1:]))
+    if found[1] != size:
+        raise InputError(f"--tensor-parallel-size {size} was given to one of {found[1]} ranks; give their number")
 
 
 TensorParallel = Annotated[
@@ -85,8 +85,6 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-parallel-size",
         min=1,
-        is_eager=True,
-        callback=_ranks,
         help="Run the model as so many processes, each with a part of every layer and a GPU of its own. torchrun "
         "starts them too.",
     ),

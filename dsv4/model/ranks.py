@@ -24,6 +24,12 @@ class Group(Protocol):
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x of every rank, in their order; each rank gives the same shape and dtype. Raises RankLost."""
 
+    def noted(self, differs: torch.Tensor, what: str) -> None:
+        """Remember a flag of the device: whether ranks differ in `what`."""
+
+    def differed(self) -> str | None:
+        """In what they ever did."""
+
     def beat(self) -> None:
         """Say that this rank goes on, while others wait for what it will say."""
 
@@ -80,16 +86,30 @@ class Ranks:
         return torch.cat(list(self._gathered(padded)), 1)[:, :n]
 
     def same(self, x: torch.Tensor, what: str) -> None:
-        """Raises RanksDisagree unless every rank has the same x."""
+        """Raises RanksDisagree unless every rank has the same x. On a GPU, where the host does not wait for it, `check`
+        raises that later."""
         if self.size == 1:
             return
-        for rank, other in enumerate(self._gathered(x)):
+        parts = self._gathered(x)
+        if x.is_cuda:
+            self.group.noted(torch.stack([part.ne(x).any() for part in parts]).any(), what)
+            return
+        for rank, other in enumerate(parts):
             if not torch.equal(other, x):
                 at = int((other != x).flatten().nonzero()[0])
                 raise RanksDisagree(
                     f"rank {self.rank} has {what} {x.flatten()[at].item()} where rank {rank} has "
                     f"{other.flatten()[at].item()}; all ranks were to compute the same: nothing they say can be used"
                 )
+
+    def check(self) -> None:
+        """Raises RanksDisagree if what `same` was given on a GPU ever differed. Waits for the device."""
+        what = None if self.group is None else self.group.differed()
+        if what:
+            raise RanksDisagree(
+                f"rank {self.rank} of {self.size} had another {what} than others; all ranks were to compute the same: "
+                "nothing they say can be used"
+            )
 
     def _gathered(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.group is None:

@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from dsv4.errors import RankLost
 from dsv4.model.ranks import ALONE, Ranks, here, settle
-from dsv4.parallel.ranks_asked import asked
+from dsv4.parallel.ranks_asked import asked, own_device
 
 PATIENCE = 15.0  # seconds that a rank may be silent
 POLL = 0.05  # seconds between looks at what others said
+# seconds after which NCCL ends a process that waits for another: kernels may compile meanwhile, at first
+UNWATCHED = 600.0
 
 
 def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
@@ -27,9 +29,11 @@ def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
     if found is None or here() is not ALONE:
         return here()
     rank, size = found
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    backend, patience = ("nccl", UNWATCHED) if device.startswith("cuda") else ("gloo", PATIENCE)
+    if backend == "nccl":
+        torch.cuda.set_device(own_device(device))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
+        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
         store = dist.distributed_c10d._get_default_store()
     except (RuntimeError, ValueError) as failure:
         raise RankLost(
@@ -46,6 +50,7 @@ class Processes:
     def __init__(self, rank: int, size: int, store):
         self.rank, self.size, self.store = rank, size, store
         self.exchanges, self.beats, self._told = 0, 0, 0.0
+        self.flags: dict[str, torch.Tensor] = {}  # what ranks may differ in → whether they ever did, on the device
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         raw = x.reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
@@ -66,6 +71,14 @@ class Processes:
             return [self.store.get(f"{place}/{rank}") for rank in range(self.size)]
         except RuntimeError as failure:  # rank 0 keeps the store
             raise RankLost(f"rank 0 of {self.size} is gone ({' '.join(str(failure).split())[:80]})") from None
+
+    def noted(self, differs: torch.Tensor, what: str) -> None:
+        if what not in self.flags:
+            self.flags[what] = torch.zeros_like(differs)
+        self.flags[what].logical_or_(differs)
+
+    def differed(self) -> str | None:
+        return next((what for what, flag in self.flags.items() if bool(flag)), None)
 
     def beat(self) -> None:
         """Say that this rank goes on, at most once a second: others then wait longer for what it will say."""

@@ -65,7 +65,7 @@ def test_a_killed_rank_ends_all_and_is_named(rank):
         code, _, err = ended(parent)
     finally:
         parent.kill()
-    lines = [line for line in err.splitlines() if "error" in line]
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2 and lines == [f"error: rank {rank} of 2 died of SIGKILL; all ranks were ended"], err
     assert time.monotonic() - begun < 30 and not any(Path(f"/proc/{pid}").exists() for pid in found)
 
@@ -98,3 +98,8 @@ def test_a_rank_that_is_told_another_number_is_refused():
     assert code == 2 and "given to one of 4 ranks" in err
     code, _, err = ended(start(*ASKED, RANK="x", WORLD_SIZE="4"))
     assert code == 2 and "are no numbers" in err
+
+
+def test_commands_of_one_process_refuse_ranks():
+    code, out, err = ended(start("recall", str(TINY), RANK="0", WORLD_SIZE="2"))
+    assert code == 2 and out == "" and "'recall' runs in one process" in err

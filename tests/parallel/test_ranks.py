@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.errors import InputError, UnsupportedInput
+from dsv4.errors import InputError, RanksDisagree, UnsupportedInput
 from dsv4.loaders.cuts import Cut, joint_problems
+from dsv4.loaders.errors import CheckpointError
 from dsv4.model.load import load_model
 from dsv4.model.ranks import Ranks
 from dsv4.parallel.threads import together
@@ -182,3 +183,19 @@ def test_sums_have_one_order_and_joined_parts_no_padding():
     parts = lambda ranks: row[:, ranks.slots(10).start : ranks.slots(10).stop]
     assert all(torch.equal(r, row) for r in together(4, lambda ranks: ranks.joined(parts(ranks), 10)))
     assert [Ranks(r, 4).blocks(160, 128).size for r in range(4)] == [0, 128, 0, 32]
+
+
+def test_ranks_that_run_different_tokens_end(models):
+    def parted(model):
+        given = ids(1, 8, seed=model.ranks.rank)
+        return model.append(given, model.new_cache(1, 8))
+
+    with pytest.raises(RanksDisagree, match="rank . has token .* where rank . has"):
+        run(models, parted)
+
+
+def test_other_options_and_missing_parts_are_refused():
+    with pytest.raises(InputError, match="ranks differ in options"):
+        together(2, lambda ranks: load_model(DEMO, numerics=("fp32", "native")[ranks.rank], ranks=ranks))
+    with pytest.raises(CheckpointError, match="ranks hold 0 to 2048, 0 to 2048"):
+        together(2, lambda ranks: load_model(DEMO, ranks=replace(ranks, rank=0)))
