@@ -54,7 +54,8 @@ def test_text_is_that_of_one_process():
 # Over 5 s: a rank must have begun to run before it is killed.
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all_and_is_named(rank):
-    parent = start(*ASKED, "--max-new-tokens", "100000", "--max-context", "128K", *TWO)
+    asked = ("generate", str(ROOT / "demo"), *ASKED[2:], "--max-new-tokens", "100000", "--max-context", "128K")
+    parent = start(*asked, *TWO)
     try:
         deadline = time.monotonic() + 60
         while len(found := children(parent.pid)) < 2 and time.monotonic() < deadline:
