@@ -41,6 +41,7 @@ LAYERS = (  # from the top: (layer, ((room, what is in it), …))
             ("dsv4/speculation", "drafters, policies, accepting, device rounds"),
             ("dsv4/runtime", "captured graphs, plans, GPUs, memory"),
             ("dsv4/cost_model", "what a step costs"),
+            ("dsv4/parallel", "ranks as processes"),
         ),
     ),
     (
