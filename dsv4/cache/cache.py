@@ -26,18 +26,21 @@ DEFAULT_MAX_REWIND = 128
 
 class Form(NamedTuple):
     """What a cache must have in common with the model that writes it: the config (which names the family), number
-    formats, whether there is a part for the MTP block, and the device of each layer, or the common device."""
+    formats, whether there is a part for the MTP block, the device of each layer, or the common device, and which heads
+    it holds, where ranks share them."""
 
     config: object
     formats: tuple
     mtp: bool
     devices: tuple[torch.device, ...]
+    heads: object
 
 
-def form(config, numerics: Numerics, mtp: bool, devices) -> Form:
-    """devices: of each layer."""
+def form(config, numerics: Numerics, mtp: bool, devices, heads) -> Form:
+    """devices: of each layer. heads: as in `Layout`."""
     formats = (str(numerics.activation), str(numerics.cache), numerics.kv_rows, numerics.index_rows)
-    return Form(config, formats, mtp, tuple(dict.fromkeys(devices)) if len(set(devices)) == 1 else tuple(devices))
+    devices = tuple(dict.fromkeys(devices)) if len(set(devices)) == 1 else tuple(devices)
+    return Form(config, formats, mtp, devices, heads)
 
 
 class Traffic(NamedTuple):
@@ -126,7 +129,7 @@ class Cache:
                 "for at most that"
             )
         self.layout, self.batch, self.max_context, self.max_rewind = layout, batch, max_context, max_rewind
-        self.made_for = form(layout.config, layout.numerics, layout.mtp, devices)
+        self.made_for = form(layout.config, layout.numerics, layout.mtp, devices, layout.heads)
         self._main, self._mtp = Lengths(batch, max_rewind), Lengths(batch, max_rewind + CHAINED)
 
     @contextmanager

@@ -23,7 +23,8 @@ COMPRESSED = {"main": ("main raw rows", "entries"), "index": ("index raw rows", 
 class Layout(ABC):
     """config, numerics, mtp: of the model, and whether its MTP block has a part. backbone: the number of layers of the
     main model, which come before those of the MTP block in plans. positions: the largest that the model knows. groups:
-    every group of pages that its layers need, by name.
+    every group of pages that its layers need, by name. heads: a `dsv4.model.gqa.heads.Heads` where ranks share the
+    heads of caches, None where every rank holds all.
     """
 
     config: Any
@@ -32,6 +33,7 @@ class Layout(ABC):
     backbone: int
     positions: int
     groups: dict[str, PageGroup]
+    heads: Any = None
 
     @abstractmethod
     def plan(self, batch: int, max_context: int, max_rewind: int) -> list[LayerStreams]:

@@ -71,6 +71,7 @@ class CausalLM(Module):
     layers: Any
     mtp: Any
     cache_class: type[Cache] = Cache
+    heads: Any = None  # as in `dsv4.cache.layout.Layout`
 
     def __init__(
         self,
@@ -255,7 +256,7 @@ class CausalLM(Module):
     @property
     def cache_form(self) -> Form:
         """The form that a cache must have so that this model can write it."""
-        return form(self.config, self.numerics, len(self.mtp) > 0, self.devices)
+        return form(self.config, self.numerics, len(self.mtp) > 0, self.devices, self.heads)
 
     def _check(self, ids, cache: Cache, n_new, logits: str, chunk: int | None) -> list[int]:
         check_logits(logits)

@@ -75,7 +75,7 @@ class OurGQASubject(OurSubject):
         want, (B, T), model = check_points(want, IN_ATTENTION) | {"attn_out"}, ids.shape, self.model
         if attn_in.shape[:2] != (B, T):
             raise InputError(f"attn_in {list(attn_in.shape)} and ids {[B, T]} must have as many tokens in every row")
-        block, plan = model.layers[layer], cache_streams(self.config, B, T, model.numerics)[layer]
+        block, plan = model.layers[layer], cache_streams(self.config, model.heads, B, T, model.numerics)[layer]
         device = model.devices[layer]
         rows, timeline = LayerRows(plan, device), Timeline(B, T)
         with Taps(timeline, want) as taps:

@@ -144,8 +144,6 @@ def test_numbers_that_cannot_be_shared_are_refused():
         load_model(DEMO, ranks=Ranks(0, 3))
     with pytest.raises(InputError, match="leave out one"):
         load_model(DEMO, ranks=Ranks(0, 2), device_map="auto")
-    with pytest.raises(InputError, match="GQA models run on one"):
-        load_model(DEMO.parent / "demo_gqa", ranks=Ranks(0, 2))
     with pytest.raises(UnsupportedInput, match="within a block of 128"):
         Cut(0, 192, 384, 400).stored(128, "w")
     with pytest.raises(InputError, match="exchanges nothing"):

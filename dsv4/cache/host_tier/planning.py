@@ -12,6 +12,7 @@ from dsv4.kernels.block_choice import Policy, dense
 from dsv4.kernels.cache_rows import PAGE
 from dsv4.model.gqa import cache as gqa
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
+from dsv4.model.gqa.heads import Heads
 from dsv4.model.numerics import Numerics
 
 
@@ -46,6 +47,7 @@ def check_entries(layers: list[LayerStreams]) -> None:
 
 def grouped_plan(
     config: GQAConfig,
+    heads: Heads,
     batch: int,
     max_context: int,
     numerics: Numerics,
@@ -57,10 +59,10 @@ def grouped_plan(
     Layers with a sliding window stay on the device. staged: blocks a row and KV head. Raises CapacityError for fewer
     than the policy chooses.
     """
-    policy, c = policy or dense(), config
-    resident = gqa.cache_streams(c, batch, max_context, numerics, policy)
+    policy = policy or dense()
+    resident = gqa.cache_streams(config, heads, batch, max_context, numerics, policy)
     slots, block, room = staged_blocks(policy, gqa.slots(max_context), staged), policy.block, gqa.slots(max_context)
-    shape = (batch, c.num_key_value_heads, (slots + 1) * block, c.head_dim)
+    shape = (batch, heads.KV, (slots + 1) * block, heads.width)
     formula = (
         f"{batch} rows × {shape[1]} heads × ({slots} + 1) blocks × {block} × {shape[3]} × {numerics.cache.itemsize} B"
     )
@@ -80,13 +82,13 @@ def grouped_plan(
     return [away(layer) for layer in resident]
 
 
-def brought_layers(config: GQAConfig, batch: int, max_context: int, numerics: Numerics) -> Stream:
+def brought_layers(config: GQAConfig, heads: Heads, batch: int, max_context: int, numerics: Numerics) -> Stream:
     """The two buffers for whole layers, which layers use in turn: for prompts, and for dense attention."""
-    c, count = config, min(2, sum(window is None for window in config.windows))
-    shape = (count, 2, batch, c.num_key_value_heads, gqa.slots(max_context), c.head_dim)
+    count = min(2, sum(window is None for window in config.windows))
+    shape = (count, 2, batch, heads.KV, gqa.slots(max_context), heads.width)
     formula = (
         f"{count} layers × (keys, values) × {batch} rows × {shape[3]} heads × ⌈{max_context} / {gqa.BLOCK}⌉ × "
-        f"{gqa.BLOCK} × {c.head_dim} × {numerics.cache.itemsize} B"
+        f"{gqa.BLOCK} × {heads.width} × {numerics.cache.itemsize} B"
     )
     return Stream("whole layers on their way", shape, numerics.cache, formula, place="staging")
 

@@ -3,20 +3,24 @@
 import torch
 
 from dsv4.errors import MissingSummaries
+from dsv4.loaders.cuts import Cut
 from dsv4.model.gqa.cache import LayerRows, Summaries
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
+from dsv4.model.gqa.heads import Heads
 from dsv4.model.gqa.projection import Projection, maps
 from dsv4.model.gqa.selection import Selection
 from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import Ranks
 from dsv4.model.step import Step
 
 
 class SelfAttention(Module):
     """softmax(q·kᵀ/√D)·v with H query heads over KV heads of keys and values, rotated by position, causal, perhaps in a
-    window. With `head_norms` each head of q and of k is normalised before it is rotated.
+    window. With `head_norms` each head of q and of k is normalised before it is rotated. Of several ranks each has
+    `heads`, and adds the others' results.
 
     reading: what decoding tokens and prompts read of the cache. A layer with a window reads only that window, whatever
     `reading` says.
@@ -27,27 +31,22 @@ class SelfAttention(Module):
     importance under a rule, and ascending without one, so those two logits may differ by rounding, on every backend.
     """
 
-    def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
+    def __init__(
+        self, config: GQAConfig, heads: Heads, window: int | None, numerics: Numerics, store, op, ranks: Ranks
+    ):
         super().__init__()
         c, self.op = config, op
-        self.H, self.KV, self.D, self.window, self.scale = (
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            window,
-            c.softmax_scale,
-        )
+        self.H, self.KV, self.D, self.window, self.scale = heads.H, heads.KV, c.head_dim, window, c.softmax_scale
         self.kind = AttentionKind.FULL if window is None else AttentionKind.SLIDING
 
-        def projection(name: str, rows: int, columns: int, biased: bool) -> Projection:
-            return Projection(
-                rows, columns, store(f"{name}.weight"), store(f"{name}.bias").dtype if biased else None, numerics, op
-            )
+        def projection(name: str, rows: int, columns: int, biased: bool, cut: Cut) -> Projection:
+            bias = store(f"{name}.bias").dtype if biased else None
+            return Projection(rows, columns, store(f"{name}.weight"), bias, numerics, op, cut, ranks)
 
-        self.q_proj = projection("q_proj", self.H * self.D, c.hidden_size, c.qkv_bias)
-        self.k_proj = projection("k_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
-        self.v_proj = projection("v_proj", self.KV * self.D, c.hidden_size, c.qkv_bias)
-        self.o_proj = projection("o_proj", c.hidden_size, self.H * self.D, c.output_bias)
+        query, kv, d = heads.query_rows, heads.kv_rows, c.hidden_size
+        self.q_proj = projection("q_proj", query.size, d, c.qkv_bias, query)
+        self.k_proj, self.v_proj = (projection(name, kv.size, d, c.qkv_bias, kv) for name in ("k_proj", "v_proj"))
+        self.o_proj = projection("o_proj", d, query.size, c.output_bias, query.columns)
         self.q_norm, self.k_norm = (
             RMSNorm(self.D, c.rms_norm_eps, store(f"{name}.weight").dtype, op) if c.head_norms else None
             for name in ("q_norm", "k_norm")

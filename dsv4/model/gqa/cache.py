@@ -18,6 +18,7 @@ from dsv4.kernels.block_choice import Observed, Policy
 from dsv4.kernels.chunked_prefill import Chunking, Memory
 from dsv4.model.arguments import check_sizes, rewind_counts
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
+from dsv4.model.gqa.heads import Heads
 from dsv4.model.gqa.selection import Selection, selection_streams
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
@@ -49,47 +50,44 @@ def slots(max_context: int) -> int:
 
 
 def cache_streams(
-    config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None
+    config: GQAConfig, heads: Heads, batch: int, max_context: int, numerics: Numerics, policy: Policy | None = None
 ) -> list[LayerStreams]:
-    """Streams of every layer: what `GroupedCache` allocates. Layers without a window have summaries if `policy`
-    searches, and lists if it chooses once."""
-    shape, dtype = (batch, config.num_key_value_heads, slots(max_context), config.head_dim), numerics.cache
+    """Streams of every layer: what `GroupedCache` of a rank with `heads` allocates. Layers without a window have
+    summaries if `policy` searches, and lists if it chooses once."""
+    shape, dtype = (batch, heads.KV, slots(max_context), heads.width), numerics.cache
     formula = (
-        f"{batch} rows × {config.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {config.head_dim} "
-        f"× {dtype.itemsize} B"
+        f"{batch} rows × {heads.KV} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} × {heads.width} × {dtype.itemsize} B"
     )
     streams = tuple(Stream(name, shape, dtype, formula) for name in ("keys", "values"))
     more: tuple[Stream, ...] = ()
     if isinstance(policy, Observed):
-        more = selection_streams(config, batch, slots(max_context), numerics, policy)
+        more = selection_streams(heads, batch, slots(max_context), numerics, policy)
     elif policy is not None:
-        more = summary_streams(config, batch, max_context, numerics, policy)
+        more = summary_streams(heads, batch, max_context, numerics, policy)
     return [
         LayerStreams(spec, streams + more if spec.kind is AttentionKind.FULL else streams) for spec in config.layers
     ]
 
 
 def summary_streams(
-    config: GQAConfig, batch: int, max_context: int, numerics: Numerics, policy: Policy
+    heads: Heads, batch: int, max_context: int, numerics: Numerics, policy: Policy
 ) -> tuple[Stream, ...]:
     """What the policy searches in one layer: one vector a block and KV head for means, two for bounds."""
-    c, blocks, dtype = config, slots(max_context) // policy.block, numerics.cache
+    blocks, dtype = slots(max_context) // policy.block, numerics.cache
     formula = (
-        f"{batch} rows × {c.num_key_value_heads} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks "
-        f"× {c.head_dim} × {dtype.itemsize} B"
+        f"{batch} rows × {heads.KV} heads × ⌈{max_context} / {BLOCK}⌉ × {BLOCK} / {policy.block} blocks "
+        f"× {heads.width} × {dtype.itemsize} B"
     )
-    return tuple(
-        Stream(name, (batch, c.num_key_value_heads, blocks, c.head_dim), dtype, formula)
-        for name in SEARCHED[policy.selector]
-    )
+    shape = batch, heads.KV, blocks, heads.width
+    return tuple(Stream(name, shape, dtype, formula) for name in SEARCHED[policy.selector])
 
 
-def token_bytes(config: GQAConfig, numerics: Numerics) -> tuple[int, str]:
+def token_bytes(config: GQAConfig, heads: Heads, numerics: Numerics) -> tuple[int, str]:
     """Bytes of keys and values that one token of one row takes in all layers, and the formula."""
-    c, size = config, numerics.cache.itemsize
+    layers, size = config.num_hidden_layers, numerics.cache.itemsize
     return (
-        2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * size,
-        f"2 × {c.num_hidden_layers} layers × {c.num_key_value_heads} heads × {c.head_dim} × {size} B",
+        2 * layers * heads.KV * heads.width * size,
+        f"2 × {layers} layers × {heads.KV} heads × {heads.width} × {size} B",
     )
 
 

@@ -18,13 +18,15 @@ from dsv4.cache.streams import LayerStreams, Stream
 from dsv4.kernels.block_choice import Observed, Policy, dense
 from dsv4.model.gqa.cache import BLOCK, LayerRows, cache_streams
 from dsv4.model.gqa.config import AttentionKind, GQAConfig
+from dsv4.model.gqa.heads import Heads
 from dsv4.model.gqa.paged import GROUPS, PagedRows
 from dsv4.model.gqa.selection import Selection
 from dsv4.model.numerics import Numerics
 
 
 class GroupedLayout(Layout):
-    """policy: its summaries are kept beside the keys, if it searches; summarise: the operation that writes them.
+    """heads: of this rank; policy: its summaries are kept beside the keys, if it searches; summarise: the operation
+    that writes them.
 
     Layers that attend to everything share one group of pages. Those with a window share another, which frees the pages
     before the window.
@@ -32,8 +34,8 @@ class GroupedLayout(Layout):
 
     mtp = False
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, policy: Policy | None, summarise: Callable):
-        self.config, self.numerics, self.policy, self.summarise = config, numerics, policy, summarise
+    def __init__(self, config: GQAConfig, heads: Heads, numerics: Numerics, policy: Policy | None, summarise: Callable):
+        self.config, self.heads, self.numerics, self.policy, self.summarise = config, heads, numerics, policy, summarise
         self.backbone, self.positions = config.num_hidden_layers, config.max_position_embeddings
         self.searched = policy if policy is not None and (policy.selector is not None or policy.once) else None
         windows = set(config.windows) - {None}
@@ -48,10 +50,10 @@ class GroupedLayout(Layout):
 
     def of_policy(self, policy: Policy) -> "GroupedLayout":
         """This layout for another policy."""
-        return GroupedLayout(self.config, self.numerics, policy, self.summarise)
+        return GroupedLayout(self.config, self.heads, self.numerics, policy, self.summarise)
 
     def plan(self, batch: int, max_context: int, max_rewind: int) -> list[LayerStreams]:
-        return cache_streams(self.config, batch, max_context, self.numerics, self.searched)
+        return cache_streams(self.config, self.heads, batch, max_context, self.numerics, self.searched)
 
     def allocate(self, plan: Sequence[LayerStreams], devices: Sequence[torch.device]) -> tuple[list, tuple]:
         layers = [LayerRows(p, d, self.block) for p, d in zip(plan, devices, strict=True)]
@@ -93,6 +95,7 @@ class StagedGroupedLayout(GroupedLayout):
     def __init__(
         self,
         config: GQAConfig,
+        heads: Heads,
         numerics: Numerics,
         policy: Policy | None,
         summarise: Callable,
@@ -100,14 +103,16 @@ class StagedGroupedLayout(GroupedLayout):
         several: bool,
     ):
         check_grouped(config, policy, choice)
-        super().__init__(config, numerics, policy, summarise)
+        super().__init__(config, heads, numerics, policy, summarise)
         self.choice, self.several = choice, several
 
     def of_policy(self, policy: Policy) -> "StagedGroupedLayout":
-        return StagedGroupedLayout(self.config, self.numerics, policy, self.summarise, self.choice, self.several)
+        given = self.config, self.heads, self.numerics, policy, self.summarise
+        return StagedGroupedLayout(*given, self.choice, self.several)
 
     def plan(self, batch: int, max_context: int, max_rewind: int) -> list[LayerStreams]:
-        return grouped_plan(self.config, batch, max_context, self.numerics, self.policy, self.choice.staged)
+        sizes = self.config, self.heads, batch, max_context, self.numerics
+        return grouped_plan(*sizes, self.policy, self.choice.staged)
 
     def allocate(self, plan: Sequence[LayerStreams], devices: Sequence[torch.device]) -> tuple[list, tuple]:
         layers, far, wanted = [], [], pinned_bytes(plan)

@@ -17,10 +17,11 @@ from dsv4.model.family import Family
 from dsv4.model.gqa import cache as caches
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.dummy import fill_grouped
+from dsv4.model.gqa.heads import heads_of
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
 from dsv4.model.numerics import Numerics
-from dsv4.model.ranks import ALONE
+from dsv4.model.ranks import ALONE, Ranks
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -45,8 +46,11 @@ def check_choices(numerics: Numerics, mtp: bool | None, cache: str, index_cache:
         raise InputError(f"index cache format {index_cache!r} was asked for; a GQA model has no index keys: use auto")
 
 
-def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
-    """The model on the meta device, its ledger held against the checkpoint's headers (not yet checked)."""
+def plan_model(
+    inventory: Inventory, numerics: Numerics, backend: str, kernels: Mapping | None = None, ranks: Ranks = ALONE
+) -> GQAModel:
+    """The model of one of `ranks` on the meta device, its ledger held against the checkpoint's headers (not yet
+    checked)."""
     config = GQAConfig.from_dict(inventory.config)
 
     def storage(name: str) -> Storage:
@@ -54,7 +58,7 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: 
         return Storage() if source is None or numerics.dense else Storage(WeightFormat.DENSE, DTYPES[source.dtype])
 
     with torch.device("meta"):
-        model = GQAModel(config, numerics, backend, storage, kernels)
+        model = GQAModel(config, numerics, backend, storage, kernels, ranks)
     model.inventory, model.ledger = inventory, LoadLedger()
     model.ledger.account(
         pieces_of(model), inventory.sources, dict(model.named_parameters()), lambda name: _reason(name, config)
@@ -63,9 +67,15 @@ def plan_model(inventory: Inventory, numerics: Numerics, backend: str, kernels: 
 
 
 def pieces_of(model: GQAModel, within: str = "") -> list[Piece]:
-    """Every parameter is the tensor of its own name. within: only of the module of that name."""
+    """Every parameter is the tensor of its own name, or this rank's part of it. within: only of the module of that
+    name."""
+
+    def piece(name: str, parameter: torch.Tensor) -> Piece:
+        base, _, leaf = name.rpartition(".")
+        return Piece(name, {"raw": name}, (), tuple(parameter.shape), cut=model.get_submodule(base).cuts.get(leaf))
+
     inside = lambda name: name.startswith(f"{within}." if within else "")
-    return [Piece(name, {"raw": name}, (), tuple(p.shape)) for name, p in model.named_parameters() if inside(name)]
+    return [piece(name, p) for name, p in model.named_parameters() if inside(name)]
 
 
 def _reason(name: str, config: GQAConfig) -> str | None:
@@ -98,11 +108,7 @@ class GQA(Family):
         check_choices(numerics, mtp, cache, index_cache)
 
     def plan(self, inventory, numerics, backend, mtp, kernels=None, ranks=ALONE):
-        if ranks.size > 1:
-            raise InputError(
-                f"{ranks.size} ranks were asked for; GQA models run on one: leave out --tensor-parallel-size"
-            )
-        return plan_model(inventory, numerics, backend, kernels)
+        return plan_model(inventory, numerics, backend, kernels, ranks)
 
     def pieces(self, model, within=""):
         return pieces_of(model, within)
@@ -119,14 +125,15 @@ class GQA(Family):
 
     def cache_streams(self, asking):
         policy, memory = asking.attention and asking.attention.policy, asking.kv_memory
-        sizes = asking.config, asking.batch, asking.context, asking.numerics
+        heads = heads_of(asking.config, ALONE)
+        sizes = asking.config, heads, asking.batch, asking.context, asking.numerics
         if memory is None:
             return caches.cache_streams(*sizes, policy), []
         check_grouped(asking.config, policy, memory)
         return grouped_plan(*sizes, policy, memory.staged), [brought_layers(*sizes)]
 
     def token_bytes(self, config, numerics):
-        nbytes, formula = caches.token_bytes(config, numerics)
+        nbytes, formula = caches.token_bytes(config, heads_of(config, ALONE), numerics)
         return {"nbytes": nbytes, "formula": formula}
 
     def fill_cache(self, cache, lengths, seed):

@@ -12,11 +12,13 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.grouped_attention import traversals
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.loaders.cuts import Cut
 from dsv4.model.causal import CausalLM, Embedding, Head
 from dsv4.model.gqa.attention import SelfAttention
 from dsv4.model.gqa.cache import GroupedCache, LayerRows
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.heads import Heads, heads_of
 from dsv4.model.gqa.layout import GroupedLayout, StagedGroupedLayout
 from dsv4.model.gqa.prefill import append_chunks
 from dsv4.model.gqa.projection import Projection, maps
@@ -24,24 +26,25 @@ from dsv4.model.gqa.rope import frequencies
 from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module, fuses
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.step import CapturedStep, Step
 
 GQA_COMPOSITIONS = {"linears": COMPOSITIONS["linears"]}
 
 
 class MLP(Module):
-    """W_down (silu(W_gate x) · W_up x)."""
+    """W_down (silu(W_gate x) · W_up x). Of several ranks each has a part of the width, and adds the others' results."""
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, store, op):
+    def __init__(self, config: GQAConfig, numerics: Numerics, store, op, ranks: Ranks):
         super().__init__()
-        d, width, self.op = config.hidden_size, config.intermediate_size, op
+        d, mine, self.op = config.hidden_size, ranks.even(config.intermediate_size, "intermediate_size"), op
 
-        def projection(name: str, rows: int, columns: int) -> Projection:
+        def projection(name: str, rows: int, columns: int, cut: Cut) -> Projection:
             bias = store(f"{name}.bias").dtype if config.mlp_bias else None
-            return Projection(rows, columns, store(f"{name}.weight"), bias, numerics, op)
+            return Projection(rows, columns, store(f"{name}.weight"), bias, numerics, op, cut, ranks)
 
-        self.gate_proj, self.up_proj = projection("gate_proj", width, d), projection("up_proj", width, d)
-        self.down_proj = projection("down_proj", d, width)
+        self.gate_proj, self.up_proj = (projection(name, mine.size, d, mine) for name in ("gate_proj", "up_proj"))
+        self.down_proj = projection("down_proj", d, mine.size, mine.columns)
 
     def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
         """x [N, d], not yet normalised by `norm`, → [N, d]."""
@@ -52,12 +55,15 @@ class MLP(Module):
 class Layer(Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GQAConfig, window: int | None, numerics: Numerics, store, op):
+    def __init__(
+        self, config: GQAConfig, heads: Heads, window: int | None, numerics: Numerics, store, op, ranks: Ranks
+    ):
         super().__init__()
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(self, name, RMSNorm(config.hidden_size, config.rms_norm_eps, store(f"{name}.weight").dtype, op))
-        self.self_attn = SelfAttention(config, window, numerics, lambda leaf: store(f"self_attn.{leaf}"), op)
-        self.mlp = MLP(config, numerics, lambda leaf: store(f"mlp.{leaf}"), op)
+        within = lambda part: lambda leaf: store(f"{part}.{leaf}")
+        self.self_attn = SelfAttention(config, heads, window, numerics, within("self_attn"), op, ranks)
+        self.mlp = MLP(config, numerics, within("mlp"), op, ranks)
 
     def forward(
         self, x: torch.Tensor, step: Step, cache: LayerRows, beside: Callable[[torch.Tensor], None] | None = None
@@ -73,44 +79,50 @@ class Layer(Module):
 class Decoder(Module):
     """The modules under `model.` in the file."""
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, store, op):
+    def __init__(self, config: GQAConfig, heads: Heads, numerics: Numerics, store, op, ranks: Ranks):
         super().__init__()
-        self.embed_tokens = Embedding(config, store("embed_tokens.weight").dtype)
+        self.embed_tokens = Embedding(config, store("embed_tokens.weight").dtype, ranks)
         self.layers = nn.ModuleList(
-            Layer(config, window, numerics, lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op)
+            Layer(config, heads, window, numerics, lambda leaf, i=i: store(f"layers.{i}.{leaf}"), op, ranks)
             for i, window in enumerate(config.windows)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, store("norm.weight").dtype, op)
 
 
 class TiedHead(Module):
-    """Output projection by the embedding's own matrix, which stays the embedding's parameter."""
+    """Output projection by the embedding's own matrix, which stays the embedding's parameter: of several ranks each has
+    a part of the vocabulary, and gets the others' logits."""
 
     def __init__(self, embedding: Embedding, op):
         super().__init__()
         self.__dict__["embedding"], self.op = embedding, op  # not a submodule, so that its parameter is counted once
+        self.ranks, self.vocab = embedding.ranks, embedding.part.whole
 
     def packed(self) -> PackedWeight:
         return PackedWeight(WeightFormat.DENSE, self.embedding.weight)
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         """y [N, d] → fp32 [N, vocab]."""
-        return self.op.linears(y, None, 0.0, (self.packed(),), (False,), (torch.float32,))[0]
+        found = self.op.linears(y, None, 0.0, (self.packed(),), (False,), (torch.float32,))[0]
+        return self.ranks.joined(found, self.vocab)
 
 
 class GQAModel(CausalLM):
     """A model of `GQAConfig`. Build it with `dsv4.load_model`. store(tensor name) → dsv4.model.linear.Storage says how
     it is held."""
 
-    def __init__(self, config: GQAConfig, numerics: Numerics, backend: str, store, replacements=None):
-        super().__init__(config, numerics, backend, replacements)
+    def __init__(
+        self, config: GQAConfig, numerics: Numerics, backend: str, store, replacements=None, ranks: Ranks = ALONE
+    ):
+        super().__init__(config, numerics, backend, replacements, ranks)
+        self.heads = heads_of(config, ranks)
         op = self.op = bind(GQA_OPERATIONS, backend, self.dispatch, GQA_COMPOSITIONS, self.replacements)
         op.bound = op  # see dsv4.model.module.fuses
-        self.model = Decoder(config, numerics, lambda leaf: store(f"model.{leaf}"), op)
+        self.model = Decoder(config, self.heads, numerics, lambda leaf: store(f"model.{leaf}"), op, ranks)
         self.lm_head = (
             TiedHead(self.model.embed_tokens, op)
             if config.tie_word_embeddings
-            else Head(config, store("lm_head.weight"), numerics, op)
+            else Head(config, store("lm_head.weight"), numerics, op, ranks)
         )
         self.frequencies = {"main": frequencies(config.rope, config.head_dim)}
         self.attention = Attention()
@@ -158,7 +170,7 @@ class GQAModel(CausalLM):
 
     def cache_layout(self, memory: HostMemory | None = None) -> GroupedLayout:
         policy, memory = self.attention.policy, self.host_memory(memory)
-        given = self.config, self.numerics, policy, self.op.summarise_blocks
+        given = self.config, self.heads, self.numerics, policy, self.op.summarise_blocks
         if memory is None:
             return GroupedLayout(*given)
         return StagedGroupedLayout(*given, memory, self.backend == "triton")
@@ -195,6 +207,7 @@ class GQAModel(CausalLM):
                     "tiles_each": each,
                 }
                 text += f"; read {read:.1f} of {of} tiles of {size}, mean"
+                text += " of this rank's heads" if self.ranks.size > 1 else ""
                 text += f", {splits} traversals of {each}" if splits > 1 else ""
                 text += "; so few cannot stop" if each < attn.reading.termination.useful else ""
             found.append({"layer": f"layer {i}", "kind": attn.kind.value, "experts": "–", **path, "path": text})
@@ -224,7 +237,8 @@ class GQAModel(CausalLM):
         x = self.run(step, cache)
         norm, head = self.model.norm, self.lm_head
         if fuses(self.op, "linears", norm, head):
-            return x, self.op.linears(x, norm.weight, norm.eps, (head.packed(),), (False,), (torch.float32,))[0]
+            found = self.op.linears(x, norm.weight, norm.eps, (head.packed(),), (False,), (torch.float32,))[0]
+            return x, self.ranks.joined(found, self.config.vocab_size)
         return x, head(norm(x))
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:

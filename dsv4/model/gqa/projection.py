@@ -2,24 +2,40 @@
 
 import torch
 
+from dsv4.loaders.cuts import Cut
 from dsv4.model.linear import Linear, RMSNorm, Storage, parameter
 from dsv4.model.module import fuses
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import Ranks
 
 
 class Projection(Linear):
-    """y = W x, or W x + b."""
+    """y = W x, or W x + b. cut: the rows or columns of W that this one of `ranks` holds. Who holds rows holds their
+    part of b too. Who holds columns holds all of b, and b is added once, after the sum over ranks."""
 
     def __init__(
-        self, out_features: int, in_features: int, storage: Storage, bias: torch.dtype | None, numerics: Numerics, op
+        self,
+        out_features: int,
+        in_features: int,
+        storage: Storage,
+        bias: torch.dtype | None,
+        numerics: Numerics,
+        op,
+        cut: Cut,
+        ranks: Ranks,
     ):
-        super().__init__(out_features, in_features, storage, numerics, op)
-        self.bias = None if bias is None else parameter(out_features, dtype=bias)
+        super().__init__(out_features, in_features, storage, numerics, op, cut=cut)
+        self.bias, self.ranks = None if bias is None else parameter(out_features, dtype=bias), ranks
+        self.summed = self.cut is not None and self.cut.axis == 1
+        if self.bias is not None and self.cut is not None and not self.summed:
+            self.cuts = {**self.cuts, "bias": self.cut}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, in] → [N, out] in x.dtype."""
-        y, bias = super().forward(x), self._parameters.get("bias")
-        return y if bias is None else (y + bias).to(y.dtype)
+        """x [N, in] → [N, out] in x.dtype. in, out: this rank's columns and rows of W; where columns are cut, the
+        result is the sum over ranks, taken in fp32 before the cast."""
+        bias = self._parameters.get("bias")
+        y = self.ranks.sum(super().forward(x, exact=True)) if self.summed else super().forward(x)
+        return (y if bias is None else y + bias).to(x.dtype)
 
 
 def maps(

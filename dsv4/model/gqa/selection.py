@@ -15,18 +15,15 @@ import torch
 
 from dsv4.cache.streams import Stream
 from dsv4.kernels.block_choice import Observed, choose_tokens
-from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.heads import Heads
 from dsv4.model.numerics import Numerics
 from dsv4.model.step import Step
 
 
-def selection_streams(
-    config: GQAConfig, batch: int, slots: int, numerics: Numerics, policy: Observed
-) -> tuple[Stream, ...]:
+def selection_streams(heads: Heads, batch: int, slots: int, numerics: Numerics, policy: Observed) -> tuple[Stream, ...]:
     """Buffers of one layer: the list of each row and KV head, whose last entry is always −1, and the queries of the
     window."""
-    c, W = config, policy.window
-    KV, H, D, dtype = c.num_key_value_heads, c.num_attention_heads, c.head_dim, numerics.activation
+    KV, H, D, W, dtype = heads.KV, heads.H, heads.width, policy.window, numerics.activation
     return (
         Stream(
             "kept tokens",

@@ -5,7 +5,9 @@ import torch
 from dsv4.cache.streams import Stream, zeros
 from dsv4.model.gqa.cache import cache_streams
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.heads import heads_of
 from dsv4.model.numerics import Numerics
+from dsv4.model.ranks import ALONE
 from dsv4.probes.catalogue.memory_map import FAR, WIDTH, MemoryMap, listed
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
@@ -28,7 +30,7 @@ class GQAMemoryMap(MemoryMap):
         return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * WIDTH[subject.numerics]
 
     def _planned(self, config: GQAConfig, context: int, numerics: Numerics) -> list:
-        return cache_streams(config, 1, context, numerics)
+        return cache_streams(config, heads_of(config, ALONE), 1, context, numerics)
 
     def _kind(self, config: GQAConfig, label: str) -> str:
         return "full" if config.windows[int(label.split()[1])] is None else "sliding"
