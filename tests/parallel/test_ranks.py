@@ -12,6 +12,7 @@ from dsv4.loaders.errors import CheckpointError
 from dsv4.model.load import load_model
 from dsv4.model.ranks import Ranks
 from dsv4.parallel.threads import together
+from tests.parallel.held import close, run
 
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 TOKENS = 300
@@ -30,25 +31,8 @@ def models(request):
     return together(size, lambda ranks: load_model(DEMO, numerics="fp32", backend="reference", ranks=one(ranks)))
 
 
-def run(models, what) -> list:
-    """what(model) of every rank; each model joins the group of this run."""
-
-    def one(ranks):
-        model = models[ranks.rank]
-        for module in model.modules():
-            if hasattr(module, "ranks"):
-                module.ranks = replace(ranks, by_expert=module.ranks.by_expert)
-        return what(model)
-
-    return together(len(models), one)
-
-
 def ids(rows=2, tokens=TOKENS, seed=0):
     return torch.randint(3, 4000, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def close(found, wanted):
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
 def served(model):
