@@ -187,11 +187,15 @@ class Session:
             raise InputError("a checkpoint directory or --dummy-weights is needed, and not both")
         if layers is not None and dummy is None:
             raise InputError("--layers belongs to --dummy-weights; a checkpoint runs whole")
-        if dummy is not None and asked() is not None:
-            raise InputError("--dummy-weights was given to several ranks; they share checkpoints only")
         if dummy is not None:
             self.model = load_dummy(
-                dummy, layers, attention=attention, kv_memory=kv_memory, kernels=kernels, **asdict(choices)
+                dummy,
+                layers,
+                attention=attention,
+                kv_memory=kv_memory,
+                kernels=kernels,
+                progress=progress,
+                **asdict(choices),
             )
             self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
             return

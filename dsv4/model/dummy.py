@@ -1,6 +1,10 @@
 """A published geometry with random weights, made on the device: for kernels and timings without a checkpoint."""
 
-from collections.abc import Mapping
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,22 +12,25 @@ import torch
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.errors import InputError
 from dsv4.kernels.quantize import WeightFormat
-from dsv4.loaders.expected import official_tensors, preset
-from dsv4.loaders.files import DTYPES
-from dsv4.model import families
+from dsv4.loaders.cuts import Cut
+from dsv4.loaders.expected import preset
+from dsv4.loaders.files import Progress
+from dsv4.model import families, together
 from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
-from dsv4.model.deepseek_v4 import Model
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.dummy import load_gqa_dummy
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
-from dsv4.model.linear import Matrix, Storage
+from dsv4.model.linear import Matrix
 from dsv4.model.load import resolve_backend, resolve_device
+from dsv4.model.module import Module
 from dsv4.model.numerics import numerics_named
+from dsv4.model.official import published_model
+from dsv4.model.ranks import Ranks, here
 
 E4M3_RMS, E2M1_RMS = 0.5, 2.93  # of the random codes below
-BYTES_AT_ONCE = 1 << 28
+PIECE = 1 << 28  # bytes that are drawn by one generator, or one row if that is larger
 
 
 def load_dummy(
@@ -40,39 +47,53 @@ def load_dummy(
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
     kernels: Mapping | None = None,
+    ranks: Ranks | None = None,
+    progress: Progress | None = None,
 ) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro' with its first `layers` layers and random weights; mtp:
     with its MTP block too.
 
     Or of a GQA geometry (`dsv4.model.gqa.geometries`), with `attention`. Formats are the official ones (FP8 matrices,
-    MXFP4 experts); maps have gains near 1. Other arguments, kv_memory and kernels too, as `load_model`. Raises
-    InputError for a name or number of layers that does not exist.
+    MXFP4 experts); maps have gains near 1. ranks: as `load_model`; each rank holds its parts of the weights that the
+    whole model of this seed has on such a device, bit for bit. Other arguments, kv_memory and kernels too, as
+    `load_model`. Raises InputError for a name or number of layers that does not exist, and for numbers that so many
+    ranks cannot share.
     """
+    ranks, target, choice = here() if ranks is None else ranks, resolve_device(device), numerics_named(numerics)
+    asked = name, layers, numerics, backend, max_context, cache, index_cache, seed, mtp
     if name in GEOMETRIES:
-        check_choices(numerics_named(numerics), mtp, cache, index_cache)
-        model = load_gqa_dummy(
-            name,
-            layers,
-            numerics_named(numerics),
-            resolve_backend(backend, resolve_device(device)),
-            resolve_device(device),
-            max_context,
-            seed,
-            attention,
-            kernels,
-        )
+        if ranks.size > 1:
+            raise InputError(
+                f"random weights of {name} were asked for by {ranks.size} ranks; they share checkpoints only"
+            )
+        check_choices(choice, mtp, cache, index_cache)
+        ran_by = resolve_backend(backend, target)
+        model = load_gqa_dummy(name, layers, choice, ran_by, target, max_context, seed, attention, kernels)
         model.kv_memory = kv_memory
         return model
+    if attention is not None and preset(name) is not None:
+        raise InputError(NOT_GQA)
+    config, choice = _config(name, layers, mtp), choice.with_caches(cache, index_cache)
+    together.check_alike(ranks, None, "random weights", *asked)
+    model = published_model(config, choice, resolve_backend(backend, target), mtp, kernels, ranks)
+    model.to_empty(device=target)
+    model.device, model.max_context, model.kv_memory = target, max_context, kv_memory
+    fill_weights(model, seed, together.telling(ranks, progress))
+    if ranks.group is not None:  # none begins before all have their weights
+        ranks.group.exchange("random weights", b"")
+    return model
+
+
+def _config(name: str, layers: int | None, mtp: bool) -> ModelConfig:
+    """The first `layers` layers of a published configuration (None: all)."""
     raw = preset(name)
     if raw is None:
         raise InputError(f"dummy weights of {name!r} were asked for; expected flash or pro, {' or '.join(GEOMETRIES)}")
-    if attention is not None:
-        raise InputError(NOT_GQA)
     total = raw["num_hidden_layers"]
     layers = total if layers is None else layers
     if not 0 < layers <= total:
         raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
-    config = ModelConfig.from_official(
+    return ModelConfig.from_official(
         raw
         | {
             "num_hidden_layers": layers,
@@ -81,68 +102,93 @@ def load_dummy(
             "num_hash_layers": min(raw["num_hash_layers"], layers),
         }
     )
-    target, choice = resolve_device(device), numerics_named(numerics).with_caches(cache, index_cache)
-    tensors = official_tensors(config)
-    with torch.device("meta"):
-        model = Model(
-            config, choice, resolve_backend(backend, target), lambda n: _storage(tensors, choice.dense, n), mtp, kernels
-        )
-    model.to_empty(device=target)
-    model.device, model.max_context, model.kv_memory = target, max_context, kv_memory
-    fill_weights(model, seed)
-    return model
-
-
-def _storage(tensors, dense: bool, name: str) -> Storage:
-    name = name.replace(".experts.w", ".experts.0.w")
-    dtype, _ = tensors[f"{name}.weight"]
-    form = {"F8_E4M3": WeightFormat.FP8, "I8": WeightFormat.MXFP4}.get(dtype, WeightFormat.DENSE)
-    if dense:
-        return Storage()
-    return Storage(form, DTYPES[dtype]) if form is WeightFormat.DENSE else Storage(form, scale=torch.float8_e8m0fnu)
 
 
 @torch.no_grad()
-def fill_weights(model: Model, seed: int = 0) -> None:
-    """Random codes and numbers in every parameter, from one generator of the device."""
-    g = torch.Generator(model.device).manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, Matrix):
-            _fill_matrix(module, g)
+def fill_weights(model: CausalLM, seed: int = 0, progress: Progress | None = None) -> None:
+    """Random codes and numbers in every parameter. progress(done bytes, total bytes).
+
+    Each parameter is drawn in pieces of whole rows (of a stack: whole experts) by generators of their own, seeded with
+    `seed`, the parameter's name and the piece. A rank draws the pieces that it has a part of, so parts are those of the
+    whole model, and what all ranks hold is equal.
+    """
+    total, done = model.nbytes, 0
     for name, p in model.named_parameters():
-        leaf = name.rsplit(".", 1)[-1]
-        if leaf == "tid2eid":
-            E = model.config.n_routed_experts
-            p.copy_(
-                (
-                    torch.randint(E, (p.shape[0], 1), generator=g, device=p.device)
-                    + torch.arange(p.shape[1], device=p.device)
-                )
-                % E
-            )
+        base, _, leaf = name.rpartition(".")
+        module = model.get_submodule(base)
+        part = partial(_draw, seed, name, *_within_experts(module, p, together.part_of(model, name)))
+        if isinstance(module, Matrix):
+            _fill_matrix(module, leaf, p, part)
+        elif leaf == "tid2eid":
+            part(partial(_expert_ids, model.config.n_routed_experts))
         elif leaf == "weight" and p.dim() == 1:
             p.fill_(1.0)
         elif leaf in ("bias", "base", "attn_sink"):
             p.zero_()
-        elif leaf == "scale" and p.dim() == 1:
+        elif leaf == "scale":
             p.fill_(0.3)
-        elif leaf in ("fn", "ape") or name.endswith(("embed.weight", "gate.weight")):
-            p.normal_(0, 1.0 if leaf == "ape" or "embed" in name else p.shape[-1] ** -0.5, generator=g)
+        else:  # fn, ape and the weights of router and embedding
+            part(partial(_normal, 1.0 if leaf == "ape" or name == "embed.weight" else p.shape[-1] ** -0.5))
+        done += p.nbytes
+        if progress is not None:
+            progress(done, total)
 
 
-def _fill_matrix(module: Matrix, g: torch.Generator) -> None:
-    weight, form = module.weight, module.storage.format
-    K = weight.shape[-1] * (2 if form is WeightFormat.MXFP4 else 1)
-    if form is WeightFormat.DENSE:
-        weight.normal_(0, K**-0.5, generator=g)
+def _within_experts(module: Module, p: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, Cut | None]:
+    """A parameter and its cut; of a stack whose experts are cut each, [E, matrices of an expert, rows, columns]."""
+    if cut is None or not isinstance(module, Matrix) or p.dim() != 3 or module.cut is None:
+        return p, cut
+    return p.unflatten(1, (len(module.stacked), p.shape[1] // len(module.stacked))), replace(cut, axis=cut.axis + 2)
+
+
+Draw = Callable[[torch.Tensor, torch.Generator], object]
+
+
+def _fill_matrix(module: Matrix, leaf: str, p: torch.Tensor, part: Callable[[Draw], None]) -> None:
+    """The weight of a matrix, or its scales: they give the map a gain near 1."""
+    form, cut = module.storage.format, module.cut
+    K = cut.whole if cut and cut.axis else module.weight.shape[-1] * (2 if form is WeightFormat.MXFP4 else 1)
+    if leaf == "scale":
+        rms = E4M3_RMS if form is WeightFormat.FP8 else E2M1_RMS
+        p.view(torch.uint8).fill_(127 + round(torch.log2(torch.tensor(K**-0.5 / rms)).item()))
+    elif form is WeightFormat.DENSE:
+        part(partial(_normal, K**-0.5))
+    else:
+        part(_e4m3 if form is WeightFormat.FP8 else lambda t, g: t.random_(0, 256, generator=g))
+
+
+def _draw(seed: int, name: str, p: torch.Tensor, cut: Cut | None, draw: Draw) -> None:
+    """Fill p, the part `cut` of the parameter `name`: draw(piece, generator) fills each piece of the whole."""
+    if not p.numel():
         return
-    codes = weight.view(torch.uint8).flatten()
-    for part in codes.split(BYTES_AT_ONCE):
-        part.random_(0, 256, generator=g)
-        if form is WeightFormat.FP8:  # sign, and magnitudes 2^-3 … 2^0: no NaN, no outliers
-            part.copy_((part & 0x80) | (0x20 + (part & 0x7F) % 24))
-    rms = E4M3_RMS if form is WeightFormat.FP8 else E2M1_RMS
-    module.scale.view(torch.uint8).fill_(127 + round(torch.log2(torch.tensor(K**-0.5 / rms)).item()))
+    codes = p.view(torch.uint8) if p.element_size() == 1 else p
+    cut = cut or Cut(0, 0, p.shape[0], p.shape[0])
+    whole = cut.of(p.shape)
+    first, last = (cut.start, cut.stop) if cut.axis == 0 else (0, whole[0])
+    rows = max(1, PIECE // (math.prod(whole[1:]) * p.element_size()))
+    for at in range(first // rows * rows, last, rows):
+        piece = torch.empty(min(rows, whole[0] - at), *whole[1:], dtype=codes.dtype, device=p.device)
+        key = hashlib.blake2b(f"{seed} {name} {at}".encode(), digest_size=7).digest()
+        draw(piece, torch.Generator(p.device).manual_seed(int.from_bytes(key, "little")))
+        low, high = max(at, first), min(at + len(piece), last)
+        mine = piece[low - at : high - at]
+        codes[low - first : high - first] = mine if cut.axis == 0 else mine.narrow(cut.axis, cut.start, cut.size)
+
+
+def _normal(std: float, t: torch.Tensor, g: torch.Generator) -> None:
+    t.normal_(0, std, generator=g)
+
+
+def _e4m3(t: torch.Tensor, g: torch.Generator) -> None:
+    """Sign, and magnitudes 2^-3 … 2^0: no NaN, no outliers."""
+    t.random_(0, 256, generator=g)
+    t.copy_((t & 0x80) | (0x20 + (t & 0x7F) % 24))
+
+
+def _expert_ids(E: int, t: torch.Tensor, g: torch.Generator) -> None:
+    """Different experts of each token."""
+    first = torch.randint(E, (len(t), 1), generator=g, device=t.device)
+    t.copy_((first + torch.arange(t.shape[1], device=t.device)) % E)
 
 
 @torch.no_grad()

@@ -64,6 +64,11 @@ class Family(ABC):
         checked)."""
 
     @abstractmethod
+    def rank_model(self, config: Any, inventory: Inventory | None, numerics: Numerics, ranks: Ranks) -> CausalLM:
+        """The model of one of `ranks` on the meta device, held against the checkpoint's headers; without a checkpoint,
+        of the published formats. Raises InputError for numbers that so many ranks cannot share, CheckpointError."""
+
+    @abstractmethod
     def pieces(self, model: Any, within: str = "") -> list[Piece]:
         """Pieces of every parameter, or of those within the module of that name."""
 

@@ -35,16 +35,15 @@ class Gate(Module):
 
 class Experts(Module):
     """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]. Of several ranks each has
-    whole blocks of every expert's width; or, by expert, equally many experts, from number `first` on."""
+    whole blocks of every expert's width; or, by expert, equally many experts, its `part` of all."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
         E, I, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
-        mine = ranks.even(E, "n_routed_experts") if ranks.by_expert else Cut(0, 0, E, E)
-        part = Cut(0, 0, I, I) if ranks.by_expert else ranks.blocks(I, config.weight_block_size[0])
-        self.first, self.partial = mine.start, mine.partial is not None
-        self.w13 = Matrix((mine.size, 2 * part.size, d), store("w1"), stacked=("w1", "w3"), cut=part)
-        self.w2 = Matrix((mine.size, d, part.size), store("w2"), stacked=("w2",), cut=part.columns)
+        self.part = ranks.even(E, "n_routed_experts") if ranks.by_expert else Cut(0, 0, E, E)
+        width = Cut(0, 0, I, I) if ranks.by_expert else ranks.blocks(I, config.weight_block_size[0])
+        self.w13 = Matrix((self.part.size, 2 * width.size, d), store("w1"), stacked=("w1", "w3"), cut=width)
+        self.w2 = Matrix((self.part.size, d, width.size), store("w2"), stacked=("w2",), cut=width.columns)
         self.limit, self.op = config.swiglu_limit, op
         self.simulate = numerics.simulate and self.w13.quantised
 
@@ -57,9 +56,9 @@ class Experts(Module):
 
     def local(self, indices: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers among this rank's experts, and weights; another rank's expert becomes one of these with weight 0."""
-        if not self.partial:
+        if self.part.partial is None:
             return indices, weights
-        E, own = self.w13.weight.shape[0], indices - self.first
+        E, own = self.part.size, indices - self.part.start
         return own % E, torch.where((own >= 0) & (own < E), weights, 0.0)
 
 

@@ -72,6 +72,29 @@ def plan_model(
     return model
 
 
+def published_model(
+    config: ModelConfig,
+    numerics: Numerics,
+    backend: str,
+    mtp: bool,
+    kernels: Mapping[str, Any] | None = None,
+    ranks: Ranks = ALONE,
+) -> Model:
+    """The model of one of `ranks` on the meta device, in the published formats (FP8 matrices, MXFP4 experts): of no
+    checkpoint."""
+    tensors = official_tensors(config, mtp)
+
+    def store(name: str) -> Storage:
+        dtype, _ = tensors[f"{_first_of_stack(name)}.weight"]
+        form = {"F8_E4M3": WeightFormat.FP8, "I8": WeightFormat.MXFP4}.get(dtype, WeightFormat.DENSE)
+        if numerics.dense:
+            return Storage()
+        return Storage(form, DTYPES[dtype]) if form is WeightFormat.DENSE else Storage(form, scale=torch.float8_e8m0fnu)
+
+    with torch.device("meta"):
+        return Model(config, numerics, backend, store, mtp, kernels, ranks)
+
+
 def _check_expert_dtype(inventory: Inventory) -> None:
     """Check the format of the routed experts' tensors, if config.json states one."""
     stated = inventory.config.get("expert_dtype")
@@ -88,7 +111,7 @@ def _check_expert_dtype(inventory: Inventory) -> None:
 
 def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name: str) -> Storage:
     """The storage of the matrix or vector with this official name."""
-    name = re.sub(r"\.experts\.w", ".experts.0.w", name)  # a stack has the format of its first expert
+    name = _first_of_stack(name)
     form = inventory.formats.get(name)
     if form is None or numerics.dense:
         return Storage()  # the ledger reports absent tensors
@@ -96,6 +119,11 @@ def _storage(inventory: Inventory, numerics: Numerics, config: ModelConfig, name
         return Storage(form, DTYPES[inventory.sources[f"{name}.weight"].dtype])
     scale = DTYPES[inventory.sources[f"{name}.scale"].dtype] if form is WeightFormat.FP8 else None
     return Storage(form, scale=scale, block=config.weight_block_size)
+
+
+def _first_of_stack(name: str) -> str:
+    """A stack of experts has the format of its first."""
+    return name.replace(".experts.w", ".experts.0.w")
 
 
 def _reason(name: str, mtp: bool, inventory: Inventory) -> str | None:
@@ -153,7 +181,7 @@ def _stack_pieces(model: Model, name: str, module: Matrix) -> Iterator[Piece]:
     """Several matrices of the file in one parameter, in equal parts of its rows; for experts a stack of those."""
     base, parts = name.rpartition(".")[0], len(module.stacked)
     places = (
-        [((e,), f"{base}.{model.get_submodule(base).first + e}") for e in range(module.weight.shape[0])]
+        [((e,), f"{base}.{model.get_submodule(base).part.start + e}") for e in range(module.weight.shape[0])]
         if base.endswith(".experts")
         else [((), base)]
     )
@@ -197,6 +225,13 @@ class DeepSeekV4(Family):
 
     def plan(self, inventory, numerics, backend, mtp, kernels=None, ranks=ALONE):
         return plan_model(inventory, numerics, backend, mtp, kernels, ranks)
+
+    def rank_model(self, config, inventory, numerics, ranks):
+        if inventory is None:
+            return published_model(config, numerics, "reference", True, ranks=ranks)
+        model = self.plan(inventory, numerics, "reference", None, ranks=ranks)
+        model.ledger.check()
+        return model
 
     def pieces(self, model, within=""):
         return pieces_of(model, within)

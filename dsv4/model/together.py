@@ -13,21 +13,24 @@ from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import Progress, some
 from dsv4.loaders.load import Inventory
 from dsv4.model.causal import CausalLM
+from dsv4.model.moe import Experts
 from dsv4.model.official import ELSEWHERE
 from dsv4.model.ranks import Ranks
 from dsv4.version import __version__
 
 
-def check_alike(ranks: Ranks, inventory: Inventory, *choices) -> None:
-    """Raises InputError where ranks differ in versions, config.json, the checkpoint's headers or `choices`."""
+def check_alike(ranks: Ranks, inventory: Inventory | None, *choices) -> None:
+    """Raises InputError where ranks differ in versions, config.json, the checkpoint's headers or `choices`. inventory:
+    None without a checkpoint."""
     if ranks.group is None:
         return
-    headers = sorted((t.key, t.dtype, t.shape, t.offset, t.file.name) for t in inventory.files.tensors.values())
+    tensors = inventory.files.tensors.values() if inventory else ()
+    headers = sorted((t.key, t.dtype, t.shape, t.offset, t.file.name) for t in tensors)
     mine = {
         "dsv4": __version__,
         "torch": torch.__version__,
         "number of ranks": ranks.size,
-        "config.json": _digest(inventory.config),
+        "config.json": _digest(inventory and inventory.config),
         "the checkpoint's tensors": _digest(headers),
         "options": str((*choices, ranks.by_expert)),
     }
@@ -39,6 +42,14 @@ def check_alike(ranks: Ranks, inventory: Inventory, *choices) -> None:
                     f"ranks differ in {what}: rank {ranks.rank} has {value}, rank {rank} has {other[what]}; start all "
                     "with the same versions, checkpoint and options"
                 )
+
+
+def part_of(model: CausalLM, parameter: str) -> Cut | None:
+    """Which part of the whole model's parameter of that name a rank's is, as it is stored; None if it is all of it."""
+    base, _, leaf = parameter.rpartition(".")
+    above = model.get_submodule(base.rpartition(".")[0])
+    stack = above.part.partial if isinstance(above, Experts) else None
+    return stack or model.get_submodule(base).cuts.get(leaf)
 
 
 def check_whole(ranks: Ranks, model: CausalLM) -> None:

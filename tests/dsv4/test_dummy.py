@@ -21,10 +21,10 @@ def small_flash(monkeypatch):
 def test_every_parameter_is_filled_and_signals_keep_their_size(small_flash, monkeypatch):
     filled = dummy.fill_weights
 
-    def poisoned_first(model, seed):
+    def poisoned_first(model, *given):
         for p in model.parameters():
             poison(p)
-        filled(model, seed)
+        filled(model, *given)
 
     monkeypatch.setattr(dummy, "fill_weights", poisoned_first)
     model = load_dummy("flash", numerics="qat", cache="fp8", index_cache="fp4")

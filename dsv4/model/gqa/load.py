@@ -110,6 +110,9 @@ class GQA(Family):
     def plan(self, inventory, numerics, backend, mtp, kernels=None, ranks=ALONE):
         return plan_model(inventory, numerics, backend, kernels, ranks)
 
+    def rank_model(self, config, inventory, numerics, ranks):
+        return self.plan(inventory, numerics, "reference", None, ranks=ranks)
+
     def pieces(self, model, within=""):
         return pieces_of(model, within)
 
