@@ -105,6 +105,15 @@ def plan(
     gpus: Annotated[
         int, typer.Option(min=1, max=1024, help="So many of that device; whole layers are spread as --device-map does.")
     ] = 1,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            min=1,
+            max=1024,
+            help="So many ranks, each with a part of every layer and a device of its own; none is started.",
+        ),
+    ] = 1,
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
     attention: Reads = None,
@@ -116,7 +125,7 @@ def plan(
     """Say whether a model fits a device. The first line answers; then come the bytes of the weights and of each cache
     stream, with formulas. Exit code 1 if it does not fit."""
     from dsv4.cache.host_tier.choice import memory_named
-    from dsv4.commands import tables
+    from dsv4.commands import plan_tables
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import planning
 
@@ -133,10 +142,11 @@ def plan(
         reads,
         memory_named(kv_memory, staged_blocks),
         gpus,
+        tensor_parallel_size,
     )
     if as_json:
         print_json(document)
     else:
-        tables.plan(document, wide())
+        plan_tables.plan(document, wide())
     if not document["fits"]:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Generation": "max_new_tokens max_context temperature top_p generate.seed",
     "Running requests": "batch.rows pool_tokens batch.together",
     "Speculation": "speculate draft_tokens draft_costs generate.together loop",
-    "Size": "plan.max_context plan.batch max_rewind gpus",
+    "Size": "plan.max_context plan.batch max_rewind gpus plan.tensor_parallel_size",
     "The kernel": "convention accuracy out_arguments shapes format",
     "What is asked": "clause case without operation repeats replays limit",
     "What is audited": "subject reference probe point section name fast config ids rename",
@@ -45,7 +45,7 @@ EXAMPLES = {
     ),
     "inspect": ("dsv4 inspect demo", "dsv4 inspect demo --verify --json"),
     "plan": (
-        "dsv4 plan flash --device h100 --gpus 4 --max-context 128K",
+        "dsv4 plan flash --device h100 --tensor-parallel-size 2 --max-context 1M",
         "dsv4 plan demo --batch 8 --json",
     ),
     "convert": (

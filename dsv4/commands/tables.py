@@ -8,12 +8,10 @@ from rich.table import Table
 
 from dsv4.units import format_bytes
 
-# of a plan
-GROUPS = {"weights": "weights", "cache": "cache", "staging": "staging on the device", "pinned": "pinned host memory"}
 MOST_ROWS = 40  # of a listing; the JSON has all
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         right = column.startswith(">")
@@ -21,7 +19,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _print(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """Print a table. Outside of a terminal, without the blanks that fill its last column."""
     if console.is_terminal:
         console.print(table)
@@ -88,22 +86,22 @@ def generation(document: dict, console: Console) -> None:
             f"load ledger: {load['consumed']} tensors loaded, {load['listed']} left out with a reason, "
             f"{load['parameters']} parameters, each written once"
         )
-    table = _table("\npath of each layer in the last step", "layer", "kind", "experts", "attended to")
+    table = new_table("\npath of each layer in the last step", "layer", "kind", "experts", "attended to")
     for row in document["layers"]:
         table.add_row(row["layer"], row["kind"], row["experts"], row["path"])
-    _print(table, console)
-    table = _table("\nwhat ran", "operation", "implementation", ">calls", "why")
+    print_table(table, console)
+    table = new_table("\nwhat ran", "operation", "implementation", ">calls", "why")
     for row in document["dispatch"]:
         if row["calls"]:
             table.add_row(row["operation"], row["implementation"], str(row["calls"]), row["why"])
-    _print(table, console)
+    print_table(table, console)
     console.print()
 
 
 def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console: Console) -> None:
     """Each request of a batch with its latencies, and totals of the run. seconds: of everything, loading included."""
     columns = ("request", "stopped", ">prompt", ">new", ">first token, s", ">between tokens p50, ms", ">evicted")
-    table = _table("\nrequests", *columns)
+    table = new_table("\nrequests", *columns)
     for r in requests[:MOST_ROWS]:
         first, between = r["time_to_first_token_seconds"], r["inter_token_percentiles_seconds"]
         table.add_row(
@@ -115,7 +113,7 @@ def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console
             "–" if between is None else f"{between['p50'] * 1e3:.1f}",
             str(r["evictions"]),
         )
-    _print(table, console)
+    print_table(table, console)
     if len(requests) > MOST_ROWS:
         console.print(f"… and {len(requests) - MOST_ROWS} more requests; stdout has all")
     for note in figures["notes"]:
@@ -161,21 +159,21 @@ def inspection(document: dict, console: Console) -> None:
         + ", ".join(f"{n} {form}" for form, n in document["formats"].items())
         + f"; MTP blocks: {document['mtp_blocks']}"
     )
-    table = _table("\nload ledger", ">bytes", "dtype", "shape", "tensor", "goes to")
+    table = new_table("\nload ledger", ">bytes", "dtype", "shape", "tensor", "goes to")
     rows = ledger["tensors"]
     for row in rows[:MOST_ROWS]:
         goes = ", ".join(row["parameters"][:2]) or "; ".join(row["reasons"]) or "NOWHERE"
         table.add_row(str(row["bytes"]), row["dtype"], str(row["shape"]), row["tensor"], goes)
-    _print(table, console)
+    print_table(table, console)
     if len(rows) > MOST_ROWS:
         console.print(f"… and {len(rows) - MOST_ROWS} more tensors; --json lists all")
-    table = _table("\nbytes", ">bytes", "what")
+    table = new_table("\nbytes", ">bytes", "what")
     for dtype, n in totals["consumed_bytes_by_dtype"].items():
         table.add_row(str(n), f"{dtype} loaded")
     for reason, n in totals["listed_bytes_by_reason"].items():
         table.add_row(str(n), f"left out: {reason}")
-    _print(table, console)
-    table = _table("\nconfig ledger", "key", "requested", "effective", "status", "note")
+    print_table(table, console)
+    table = new_table("\nconfig ledger", "key", "requested", "effective", "status", "note")
     for row in document["config"]:
         cells = (
             [str(row["requested"]), str(row["effective"])]
@@ -183,7 +181,7 @@ def inspection(document: dict, console: Console) -> None:
             else [str(row["requested"]), "–"]
         )
         table.add_row(row["key"], *cells, row["status"], row["note"])
-    _print(table, console)
+    print_table(table, console)
     for note in ledger["notes"]:
         console.print(f"note: {note}")
     for problem in ledger["problems"]:
@@ -204,71 +202,3 @@ def conversion(document: dict, console: Console) -> None:
             f"  {document['rounded_values']} values of {len(rounded)} tensors were rounded, as --allow-rounding "
             f"allows; first {rounded[0]}"
         )
-
-
-def _parts(title: str, rows: list[dict]) -> Table:
-    """Bytes of each part with their formula, and their sum."""
-    table = _table(f"\n{title}", ">bytes", ">", "part", "formula")
-    for row in rows:
-        table.add_row(str(row["nbytes"]), format_bytes(row["nbytes"]), row["name"], row["formula"])
-    total = sum(row["nbytes"] for row in rows)
-    table.add_row(str(total), format_bytes(total), "sum", "")
-    return table
-
-
-def plan(document: dict, console: Console) -> None:
-    """The answer first, then the parts."""
-    console.print(document["answer"])
-    chosen = " (the model's longest, at most 1M; --max-context sets it)" if document["max_context_default"] else ""
-    console.print(
-        f"\n{document['checkpoint']}: {document['batch']} row(s) of {document['max_context']} tokens{chosen}, "
-        f"{document['max_rewind']} to rewind, numerics {document['numerics']}"
-    )
-    for group in [g for g in GROUPS if any(row["group"] == g for row in document["rows"])]:
-        _print(_parts(GROUPS[group], [row for row in document["rows"] if row["group"] == group]), console)
-    _print(_parts("a decode step of all rows reads, their caches full", document["step"]), console)
-    if token := document["cache_bytes_per_token"]:
-        console.print(f"\nkeys and values of one token of one row: {token['nbytes']} B = {token['formula']}")
-    if document["cache_beside"]:
-        _beside(document["cache_beside"], console)
-    if len(document["gpus"]) > 1:
-        _shares(document, console)
-    if document["pinned_bytes"]:
-        free, pinned = document["host_free_bytes"], document["pinned_bytes"]
-        console.print(
-            f"\nhost: {pinned} B = {format_bytes(pinned)} pinned; this machine has {format_bytes(free)} free now: "
-            + ("fits" if pinned <= free else "does not fit")
-        )
-    console.print(f"\ntotal {document['total_bytes']} B = {format_bytes(document['total_bytes'])}")
-    console.print(document["capacity_note"])
-
-
-def _beside(rows: list[dict], console: Console) -> None:
-    """The cache beside those of other models."""
-    table = _table("\nthe cache beside others", ">bytes", "", ">B a token", ">times", "model", "formula")
-    for row in rows:
-        table.add_row(
-            str(row["nbytes"]),
-            format_bytes(row["nbytes"]),
-            f"{row['bytes_per_token']:.0f}",
-            f"{row['times']:.3g}",
-            row["name"],
-            row["formula"],
-        )
-    _print(table, console)
-
-
-def _shares(document: dict, console: Console) -> None:
-    """What each GPU holds of a model that is spread over several."""
-    table = _table("\nwhole layers per GPU", ">GPU", "holds", ">weights", ">caches", ">left free")
-    for gpu in document["gpus"]:
-        table.add_row(
-            str(gpu["gpu"]),
-            gpu["holds"],
-            format_bytes(gpu["weights_bytes"]),
-            format_bytes(gpu["cache_bytes"]),
-            format_bytes(gpu["left_bytes"]),
-        )
-    _print(table, console)
-    if document["max_memory"]:
-        console.print(f"\nthis split: --device-map auto --max-memory {document['max_memory']}")

@@ -13,6 +13,7 @@ from dsv4.loaders.expected import preset
 from dsv4.loaders.load import Inventory
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model import families
+from dsv4.model.causal import CHUNK, GPU_CHUNK
 from dsv4.model.config import ModelConfig
 from dsv4.model.family import Asking
 from dsv4.model.gqa.choice import NOT_GQA, Attention
@@ -22,10 +23,12 @@ from dsv4.model.numerics import Numerics, numerics_named
 from dsv4.runtime.beside import cache_beside
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.runtime.memory import Plan, Row, free_bytes, stream_rows, weight_rows
+from dsv4.runtime.rank_plan import rank_plans, summed
 from dsv4.units import count_named, format_bytes
 
 HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card or a size
 COUNTED = "counted: weights and caches; not counted: activations of a step and captured graphs"
+COUNTED_OF_RANKS = "counted: weights and caches, and an estimate of a step; not counted: captured graphs"
 SET_ASIDE_NOTE = "; of a named card 1 GiB is set aside for the driver and the CUDA context, as measured on an H100"
 LONGEST = 1 << 20  # default tokens a row of a plan, if the model takes so many
 
@@ -42,20 +45,30 @@ def plan(
     attention: Attention | None = None,
     kv_memory: HostMemory | None = None,
     gpus: int = 1,
+    ranks: int = 1,
 ) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context; the
     cache of DeepSeek-V3.2 beside a DeepSeek-V4 model's. As JSON values.
 
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). max_context: tokens a
-    row ('128K'); None:
-    what the model takes (max_position_embeddings), at most 1M, and the document says that this was the default.
-    attention: of a GQA model, whose policy's summaries are counted. kv_memory: caches in host memory, whose pinned
-    bytes are no part of the total on the device. device: as `capacities_of` takes it; gpus: so many of it, over which
-    whole layers are spread. Raises InputError when max_context exceeds the checkpoint's, never clamps it;
-    CapacityError for fewer staged blocks than a step reads.
+    row ('128K'); None: what the model takes (max_position_embeddings), at most 1M, and the document says that this was
+    the default. attention: of a GQA model, whose policy's summaries are counted. kv_memory: caches in host memory,
+    whose pinned bytes are no part of the total on the device. device: as `capacities_of` takes it.
+
+    gpus: so many of it, over which whole layers are spread. ranks: so many processes with one of it each (host memory
+    they share), which hold a part of every layer. "rows" are then of all of them together, "ranks" has each one's, with
+    an estimate of what a step allocates, and "step" is rank 0's.
+
+    Raises InputError when max_context exceeds the checkpoint's, never clamps it, and for numbers that so many ranks
+    cannot share; CapacityError for fewer staged blocks than a step reads.
     """
     asked = None if max_context is None else count_named("--max-context", max_context)
-    capacities = capacities_of(device, gpus)
+    if gpus > 1 and ranks > 1:
+        raise InputError(
+            f"--gpus {gpus} and --tensor-parallel-size {ranks} were given; one spreads whole layers, the other parts "
+            "of every layer: leave out one"
+        )
+    capacities = capacities_of(device, gpus, ranks)
     inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
     family = families.of(inventory or ModelConfig)  # published configurations are DeepSeek-V4's
     if attention is not None and not family.takes_attention:
@@ -71,19 +84,22 @@ def plan(
     family.check_choices(choice, None, cache, index_cache)
     choice = choice.with_caches(cache, index_cache)
     asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
-    rows = _rows(asking)
-    read = step_parts(
-        config,
-        choice,
-        held_tensors(config, inventory, choice),
-        batch,
-        context,
-        attention.policy if attention else dense(),
-    )
-    sizes = Plan(tuple(rows))
-    found = _units(asking)
-    if kv_memory is not None:
-        found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
+    caches, tensors = _cache_rows(asking), held_tensors(config, inventory, choice)
+    shared = rank_plans(asking, ranks, caches, CHUNK if device == "cpu" else GPU_CHUNK) if ranks > 1 else []
+    if shared:
+        rows, tensors = summed(shared), shared[0].tensors
+    else:
+        rows = [*weight_rows(tensors), *caches]
+    read = step_parts(config, choice, tensors, batch, context, attention.policy if attention else dense())
+    sizes, of_one = Plan(tuple(rows)), Plan(tuple(caches))
+    if shared:
+        found = [Unit(f"rank {p.rank}", p.total("weights"), p.total("cache", "staging", "step")) for p in shared]
+        parts = [[unit] for unit in found] if len(capacities) > 1 else [found]
+    else:
+        found = _units(asking)
+        if kv_memory is not None:
+            found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
+        parts = split(found, capacities)
     return {
         "checkpoint": checkpoint,
         "max_context": context,
@@ -97,9 +113,12 @@ def plan(
         "weights_bytes": sizes.total("weights"),
         "cache_bytes": sizes.total("cache"),
         "staging_bytes": sizes.total("staging"),
-        **_verdict(device, capacities, found, sizes.total() - sizes.total("pinned"), sizes.total("pinned")),
+        "step_bytes": sizes.total("step"),
+        **_verdict(device, capacities, parts, sizes, bool(shared)),
+        "tensor_parallel_size": ranks,
+        "ranks": [p.document() for p in shared],
         "cache_bytes_per_token": family.token_bytes(config, choice),
-        "cache_beside": cache_beside(sizes.total("cache") + sizes.total("pinned"), batch, context)
+        "cache_beside": cache_beside(of_one.total("cache") + of_one.total("pinned"), batch, context)
         if family.succeeds_v32
         else [],
         "attention": attention.document() if attention else None,
@@ -109,29 +128,36 @@ def plan(
     }
 
 
-def capacities_of(device: str, gpus: int) -> list[int]:
+def capacities_of(device: str, gpus: int, ranks: int = 1) -> list[int]:
     """Usable bytes of each of so many devices: what is free now on 'cpu', 'cuda' or 'cuda:N' of this machine, what a
-    named card has ('h100'; it need not be here), or a size ('80GiB'). Raises InputError."""
+    named card has ('h100'; it need not be here), or a size ('80GiB'). Ranks have one each, or host memory together.
+    Raises InputError."""
     if device == "cpu" and gpus > 1:
         raise InputError(f"--gpus {gpus} was given with --device cpu; name the GPUs, for example --device h100")
+    count = max(gpus, ranks)
     if device.partition(":")[0] not in HERE:
-        return [named_bytes(device)] * gpus
-    if gpus == 1:
+        return [named_bytes(device)] * count
+    if count == 1 or device == "cpu":
         return [free_bytes(resolve_device(device))]
     if device != "cuda":
-        raise InputError(f"--gpus {gpus} was given with --device {device}; expected --device cuda, or a card's name")
-    return [free_bytes(resolve_device(f"cuda:{i}")) for i in range(gpus)]
+        option = f"--gpus {gpus}" if gpus > 1 else f"--tensor-parallel-size {ranks}"
+        raise InputError(f"{option} was given with --device {device}; expected --device cuda, or a card's name")
+    return [free_bytes(resolve_device(f"cuda:{i}")) for i in range(count)]
 
 
-def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, pinned: int) -> dict:
-    """Whether it fits, and what each GPU would hold. pinned: bytes of host memory, which count if the device is one of
-    this machine."""
-    parts = split(found, capacities)
+def _verdict(device: str, capacities: list[int], parts: list[list[Unit]], sizes: Plan, shared: bool) -> dict:
+    """Whether it fits, and what each GPU holds: `parts`. Pinned bytes of host memory count if the device is one of this
+    machine. shared: by ranks, whose parts are not spread otherwise."""
+    found, pinned = [unit for part in parts for unit in part], sizes.total("pinned")
+    total, spread = sizes.total() - pinned, len(capacities) > 1 and not shared
     held, here = shares(parts, capacities), device.partition(":")[0] in HERE
     fits, free = all(gpu["left_bytes"] >= 0 for gpu in held), free_bytes(torch.device("cpu"))
     label = f"this machine's {device}" if here else f"{len(capacities)} × {device}"
-    more = None if fits or here or len(found) == 1 else enough(found, capacities[0])
-    said = answer(total, held, capacities, label, f"; {more} × {device} would hold it" if more else "")
+    more = None if fits or here or shared or len(found) == 1 else enough(found, capacities[0])
+    hint = f"; {more} × {device} would hold it" if more else ""
+    if shared:
+        hint = f"; {format_bytes(sizes.total('step'))} of all are an estimate of a step"
+    said = answer(total, held, capacities, label, hint)
     if fits and here and pinned > free:
         fits, said = (
             False,
@@ -147,8 +173,8 @@ def _verdict(device: str, capacities: list[int], found: list[Unit], total: int, 
         "total_bytes": total,
         "free_bytes": min(capacities),
         "gpus": held,
-        "max_memory": max_memory(memory_limits(parts, capacities)) if fits and len(capacities) > 1 else None,
-        "capacity_note": COUNTED + ("" if here else SET_ASIDE_NOTE),
+        "max_memory": max_memory(memory_limits(parts, capacities)) if fits and spread else None,
+        "capacity_note": (COUNTED_OF_RANKS if shared else COUNTED) + ("" if here else SET_ASIDE_NOTE),
         "pinned_bytes": pinned,
         "host_free_bytes": free,
     }
@@ -164,11 +190,10 @@ def _units(asking: Asking) -> list[Unit]:
     )
 
 
-def _rows(asking: Asking) -> list[Row]:
-    """Rows of weights and caches, of a published configuration without a checkpoint too."""
+def _cache_rows(asking: Asking) -> list[Row]:
+    """Rows of caches, of a published configuration without a checkpoint too."""
     layers, shared = families.of(asking.config).cache_streams(asking)
     return [
-        *weight_rows(held_tensors(asking.config, asking.inventory, asking.numerics)),
         *stream_rows(layers),
         *(Row(stream.place, f"all layers: {stream.name}", stream.nbytes, stream.formula) for stream in shared),
     ]
