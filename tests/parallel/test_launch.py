@@ -51,6 +51,25 @@ def test_text_is_that_of_one_process():
     assert said[0] == said[1] == said[2] and len(said[0]) == 12
 
 
+# Over 5 s: processes that import torch.
+def test_random_weights_give_the_text_of_one_process():
+    """Of Flash thinned to small layers, which each process is told."""
+    thinned = (
+        "from dsv4.commands import cli\nfrom dsv4.model import dummy\nfrom tests.checkpoints import SMALL\n"
+        "dummy.preset = lambda name: dict(SMALL)\ncli.main()"
+    )
+    asked = ("generate", "--dummy-weights", "flash", "--layers", "3", "--numerics", "fp32", "--prompt-tokens", "40")
+    asked = (*asked, "--max-new-tokens", "12", "--json")
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29643"}
+    runs = [start(*asked, module=("-c", thinned))]
+    runs += [start(*asked, *TWO, module=("-c", thinned), RANK=str(rank), **ranks) for rank in (0, 1)]
+    (code, alone, _), (first, shared, err), (second, quiet, _) = map(ended, runs)
+    assert (code, first, second, quiet) == (0, 0, 0, ""), err
+    said, ours = json.loads(shared), json.loads(alone)
+    assert said["token_ids"] == ours["token_ids"] and len(said["token_ids"]) == 12
+    assert said["bytes"]["weights"] < ours["bytes"]["weights"] and "random weights" in said["checkpoint"]
+
+
 # Over 5 s: a rank must have begun to run before it is killed.
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_all_and_is_named(rank):
