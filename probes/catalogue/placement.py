@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from dsv4.model.load import load_model
+from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.step import Step
 from dsv4.probes.catalogue.load_ledger import part_of
 from dsv4.probes.compare import tokens
@@ -79,9 +80,9 @@ def placed(subject: Subject, first: int):
     return loaded(subject, {name: "disk" if layers.get(name, 1) % 2 == first else "cpu" for name in model.units})
 
 
-def loaded(subject: Subject, where: Mapping[str, Any] | None, device: str | None = None):
+def loaded(subject: Subject, where: Mapping[str, Any] | None, device: str | None = None, ranks: Ranks = ALONE):
     """The subject's checkpoint, loaded again, with a device map or whole. device: 'cpu': there by the reference; None:
-    as the subject, with its kernels."""
+    as the subject, with its kernels. ranks: which of several that hold it together."""
     model, (main, index) = subject.model, subject.caches
     own = device is None
     return load_model(
@@ -94,6 +95,7 @@ def loaded(subject: Subject, where: Mapping[str, Any] | None, device: str | None
         cache=main,
         index_cache=index,
         kernels=model.replacements if own else None,
+        ranks=ranks,
     )
 
 

@@ -91,7 +91,31 @@ LAYER1 = COMMON | dict(  # no layer is window only, as in Pro; twice as many pic
     compress_rope_theta=40000,
     rope_scaling=dict(type="yarn", factor=4, beta_fast=32, beta_slow=1, original_max_position_embeddings=1024),
 )
-PROFILES = {"default": DEFAULT, "layer1": LAYER1}
+RANKS = COMMON | dict(  # sizes that 2 and 4 ranks can share, each rank with whole blocks of FP8; a last shard not full
+    vocab_size=331,
+    compress_ratios=[128, 4, 128, 0],
+    num_hidden_layers=3,
+    num_hash_layers=1,
+    hidden_size=160,
+    moe_intermediate_size=256,
+    num_attention_heads=32,
+    head_dim=80,
+    qk_rope_head_dim=24,
+    q_lora_rank=72,
+    o_groups=16,
+    o_lora_rank=96,
+    sliding_window=8,
+    index_n_heads=36,
+    index_head_dim=64,
+    index_topk=7,
+    n_routed_experts=20,
+    num_experts_per_tok=3,
+    routed_scaling_factor=1.5,
+    rope_theta=10000,
+    compress_rope_theta=160000,
+    rope_scaling=dict(type="yarn", factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=256),
+)
+PROFILES = {"default": DEFAULT, "layer1": LAYER1, "ranks": RANKS}
 NAMES = (*PROFILES, *GQA_PROFILES)
 SHARD_BYTES = 200_000
 
