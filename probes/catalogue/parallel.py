@@ -113,18 +113,18 @@ def ledger(whole, models: Sequence, where: str) -> Check:
 def parameters(whole, models: Sequence, where: str) -> Iterator[Check]:
     """What ranks hold, against the whole model's parameters: of replicated ones on every rank, of others the parts side
     by side."""
-    wrong: dict[str, list[str]] = {"replicated": [], "shared": []}
+    wrong: dict[str, list[str]] = {"replicated": [], "cut": []}
     counts = dict.fromkeys(wrong, 0)
     held = [dict(model.named_parameters()) for model in models]
     for name, value in whole.named_parameters():
         parts = [own[name] for own in held]
         replica = all(part.shape == value.shape for part in parts)
-        kind = "replicated" if replica else "shared"
+        kind = "replicated" if replica else "cut"
         counts[kind] += 1
         right = all(same(part, value) for part in parts) if replica else side_by_side(parts, value, models, name)
         wrong[kind] += [] if right else [name]
     for kind, names in wrong.items():
-        said = {"replicated": "are not the whole model's", "shared": "are not the whole tensor side by side"}
+        said = {"replicated": "are not the whole model's", "cut": "are not the whole tensor side by side"}
         yield compare(
             f"{kind} parameters that {said[kind]}",
             len(names),

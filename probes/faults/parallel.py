@@ -127,7 +127,7 @@ def sums_read_what_other_ranks_gave_before(site: Site) -> None:
 # ---- attention ---------------------------------------------------------------------------
 
 
-@mutation("1.7", bugs=(103,), parts=("sink",), **RANKS)
+@mutation("1.7", bugs=(103,), parts=("heads and sinks",), **RANKS)
 def every_rank_has_the_sinks_of_the_first_heads(site: Site) -> None:
     """Heads of the ranks after the first get rank 0's sinks in their softmax."""
     read(site, "attn_sink", lambda part, cut: part(Cut(0, 0, cut.size, cut.whole)))
@@ -170,7 +170,9 @@ def scales_of_a_cut_block_are_the_first_ones(site: Site) -> None:
 @mutation("1.9", bugs=(), parts=("parallel, routed experts",), **RANKS)
 def a_ranks_experts_are_counted_from_one_later(site: Site) -> None:
     """A rank takes its experts for those that begin one number later."""
-    real = site.patch(Experts, "local", lambda experts, indices, *rest: real(experts, indices - experts.partial, *rest))
+    real = site.patch(
+        Experts, "local", lambda experts, indices, *rest: real(experts, indices - int(experts.partial), *rest)
+    )
 
 
 @mutation("1.9", bugs=(), parts=("parallel, routed experts",), **RANKS)
@@ -246,6 +248,17 @@ def tokens_of_another_part_are_not_masked(site: Site) -> None:
         return embedding.ranks.sum(F.embedding(own, embedding.weight))
 
     real = site.patch(Embedding, "forward", forward)
+
+
+@mutation("1.11", bugs=(), parts=("bits of head", "bits of logits"), **RANKS)
+def each_rank_joins_its_own_logits_first(site: Site) -> None:
+    """A rank puts its own part of the vocabulary first, so ranks have different logits of one token."""
+
+    def joined(ranks, x, n):
+        found = real(ranks, x, n)
+        return found.roll(-ranks.slots(n).start, 1)
+
+    real = site.patch(Ranks, "joined", joined)
 
 
 # ---- ranks that are not alike ------------------------------------------------------------
