@@ -3,7 +3,6 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,6 @@ from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
 from dsv4.model.linear import Matrix
 from dsv4.model.load import resolve_backend, resolve_device
-from dsv4.model.module import Module
 from dsv4.model.numerics import numerics_named
 from dsv4.model.official import published_model
 from dsv4.model.ranks import Ranks, here
@@ -116,7 +114,7 @@ def fill_weights(model: CausalLM, seed: int = 0, progress: Progress | None = Non
     for name, p in model.named_parameters():
         base, _, leaf = name.rpartition(".")
         module = model.get_submodule(base)
-        part = partial(_draw, seed, name, *_within_experts(module, p, together.part_of(model, name)))
+        part = partial(_draw, seed, name, *together.viewed(model, name, p))
         if isinstance(module, Matrix):
             _fill_matrix(module, leaf, p, part)
         elif leaf == "tid2eid":
@@ -132,13 +130,6 @@ def fill_weights(model: CausalLM, seed: int = 0, progress: Progress | None = Non
         done += p.nbytes
         if progress is not None:
             progress(done, total)
-
-
-def _within_experts(module: Module, p: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, Cut | None]:
-    """A parameter and its cut; of a stack whose experts are cut each, [E, matrices of an expert, rows, columns]."""
-    if cut is None or not isinstance(module, Matrix) or p.dim() != 3 or module.cut is None:
-        return p, cut
-    return p.unflatten(1, (len(module.stacked), p.shape[1] // len(module.stacked))), replace(cut, axis=cut.axis + 2)
 
 
 Draw = Callable[[torch.Tensor, torch.Generator], object]

@@ -4,6 +4,7 @@ together are the checkpoint."""
 import hashlib
 import json
 import zlib
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from dsv4.loaders.errors import CheckpointError
 from dsv4.loaders.files import Progress, some
 from dsv4.loaders.load import Inventory
 from dsv4.model.causal import CausalLM
+from dsv4.model.linear import Matrix
 from dsv4.model.moe import Experts
 from dsv4.model.official import ELSEWHERE
 from dsv4.model.ranks import Ranks
@@ -50,6 +52,16 @@ def part_of(model: CausalLM, parameter: str) -> Cut | None:
     above = model.get_submodule(base.rpartition(".")[0])
     stack = above.part.partial if isinstance(above, Experts) else None
     return stack or model.get_submodule(base).cuts.get(leaf)
+
+
+def viewed(model: CausalLM, parameter: str, p: torch.Tensor) -> tuple[torch.Tensor, Cut | None]:
+    """A parameter in a form in which it is one part of the whole model's, and that part (None: all). A stack of experts
+    that are cut by width is [E, matrices of an expert, rows, columns]."""
+    module, cut = model.get_submodule(parameter.rpartition(".")[0]), part_of(model, parameter)
+    if cut is None or not isinstance(module, Matrix) or p.dim() != 3 or module.cut is None:
+        return p, cut
+    matrices = len(module.stacked)
+    return p.unflatten(1, (matrices, p.shape[1] // matrices)), replace(cut, axis=cut.axis + 2)
 
 
 def check_whole(ranks: Ranks, model: CausalLM) -> None:

@@ -1,7 +1,7 @@
 """P34: several ranks that hold a model together compute what the whole one computes. See parallel.md."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from dsv4.engine.generate import generate
 from dsv4.errors import RanksDisagree, UnsupportedInput
 from dsv4.loaders.cuts import joint_problems
 from dsv4.loaders.errors import CheckpointError
+from dsv4.model.together import viewed
 from dsv4.parallel.threads import together
 from dsv4.probes.catalogue.backend_matrix import LIMITS
 from dsv4.probes.catalogue.load_ledger import part_of
@@ -62,7 +63,7 @@ class Parallel(Probe):
     def _beside(self, subject: Subject, whole, n: int, device: str | None) -> Iterator[Check]:
         where = f"{n} ranks"
         try:
-            models = together(n, lambda ranks: loaded(subject, None, device, ranks))
+            models = together(n, lambda ranks: loaded(subject, None, device, replace(ranks, by_expert=True)))
         except UnsupportedInput as error:
             yield vacuous(self.title, str(error), where=where, part="parallel")
             return
@@ -148,6 +149,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def side_by_side(parts: Sequence[torch.Tensor], value: torch.Tensor, models: Sequence, name: str) -> bool:
     """Whether the parts of all ranks are the whole one; scales of a block that ranks share are held by each of
     these."""
+    shown = [viewed(model, name, part) for model, part in zip(models, parts)]
+    stacked = next((part for part, _ in shown if part.dim() > value.dim()), None)
+    if stacked is not None:
+        value = value.unflatten(1, (stacked.shape[1], -1))
+        parts = [part.unflatten(1, (stacked.shape[1], -1)) if part.dim() == 3 else part for part, _ in shown]
     axis = next(i for i in range(value.dim()) if any(part.shape[i] != value.shape[i] for part in parts))
     raw = [part.detach().contiguous().view(torch.uint8) if part.numel() else None for part in parts]
     if sum(part.shape[axis] for part in parts) == value.shape[axis]:

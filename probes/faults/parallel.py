@@ -171,7 +171,9 @@ def scales_of_a_cut_block_are_the_first_ones(site: Site) -> None:
 def a_ranks_experts_are_counted_from_one_later(site: Site) -> None:
     """A rank takes its experts for those that begin one number later."""
     real = site.patch(
-        Experts, "local", lambda experts, indices, *rest: real(experts, indices - int(experts.partial), *rest)
+        Experts,
+        "local",
+        lambda experts, indices, *rest: real(experts, indices - int(experts.part.partial is not None), *rest),
     )
 
 

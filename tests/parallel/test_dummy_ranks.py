@@ -8,7 +8,7 @@ from dsv4.loaders.ledger import poison, poisoned
 from dsv4.model import dummy
 from dsv4.model.dummy import load_dummy
 from dsv4.model.ranks import Ranks
-from dsv4.model.together import part_of
+from dsv4.model.together import viewed
 from dsv4.parallel.threads import together
 from tests.checkpoints import SMALL
 
@@ -43,8 +43,7 @@ def test_what_a_rank_holds_is_of_the_whole_model(monkeypatch, size, numerics, by
         model = load_dummy("flash", numerics=numerics, mtp=True, ranks=Ranks(rank, size, by_expert=by_expert))
         assert {name for name, _ in model.named_parameters()} == set(whole)
         for name, p in model.named_parameters():
-            part, given = part_of(model, name), whole[name]
-            p, part = dummy._within_experts(model.get_submodule(name.rpartition(".")[0]), p, part)
+            given, (p, part) = whole[name], viewed(model, name, p)
             if p.dim() == 4:
                 given = given.unflatten(1, (p.shape[1], -1))
             if part is not None:

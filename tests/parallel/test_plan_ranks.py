@@ -97,7 +97,7 @@ def test_ranks_share_host_memory(monkeypatch):
         (("flash", "--tensor-parallel-size", "3"), "num_attention_heads is 64, which 3 ranks cannot share equally"),
         (("flash", "--tensor-parallel-size", "16"), "o_groups is 8, which 16 ranks cannot share equally"),
         (("demo", "--tensor-parallel-size", "8"), "o_groups is 4, which 8 ranks cannot share equally"),
-        (("demo_gqa", "--tensor-parallel-size", "2"), "GQA models run on one: leave out --tensor-parallel-size"),
+        (("demo_gqa", "--tensor-parallel-size", "2"), "plans count those of DeepSeek-V4 models only"),
         (("flash", "--tensor-parallel-size", "2", "--gpus", "2", "--device", "h100"), "leave out one"),
         (("flash", "--tensor-parallel-size", "2", "--device", "cuda:0"), "--tensor-parallel-size 2 was given with"),
         (("flash", "--tensor-parallel-size", "0"), "--tensor-parallel-size"),

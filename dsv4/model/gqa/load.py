@@ -111,7 +111,10 @@ class GQA(Family):
         return plan_model(inventory, numerics, backend, kernels, ranks)
 
     def rank_model(self, config, inventory, numerics, ranks):
-        return self.plan(inventory, numerics, "reference", None, ranks=ranks)
+        raise InputError(
+            f"{ranks.size} ranks were asked for; plans count those of DeepSeek-V4 models only: leave out "
+            "--tensor-parallel-size"
+        )
 
     def pieces(self, model, within=""):
         return pieces_of(model, within)
