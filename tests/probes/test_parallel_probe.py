@@ -113,7 +113,7 @@ def test_what_cannot_be_shared_is_vacuous(ranks, tmp_path):
     found, _ = execute(parallel.Parallel(effort=1e-6), open_ours(ranks))
     assert [c.status for c in found] == [Status.VACUOUS] and "would be loaded again" in found[0].note
     gqa = open_ours(profile.write(tmp_path / "qwen2", "qwen2"))
-    assert "they run on one rank" in left_out(parallel.Parallel(), gqa)
+    assert "it takes DeepSeek-V4 layers apart" in left_out(parallel.Parallel(), gqa)
 
 
 def test_logits_of_another_width_are_told():

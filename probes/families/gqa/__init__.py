@@ -18,7 +18,7 @@ class GQA(ProbedFamily):
         "mhc": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the "
         "definition",
         "moe_edges": "they have no experts and no router",
-        "parallel": "they run on one rank",
+        "parallel": "it takes DeepSeek-V4 layers apart",
         "recorded": "their runs are not recorded",
         "speculation": "its rounds draft with an MTP block, which they lack; what a rejected draft leaves behind is "
         "held by rollback",
