@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.cache.host_tier.planning import brought_layers, grouped_plan
+from dsv4.cache.streams import LayerStreams
 from dsv4.engine.generate import generate, generate_speculative
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.loaders.cuts import joint_problems
+from dsv4.model.gqa.cache import cache_streams, token_bytes
 from dsv4.model.gqa.choice import Attention
+from dsv4.model.gqa.heads import heads_of
 from dsv4.model.load import load_model
 from dsv4.model.ranks import Ranks
 from dsv4.parallel.threads import together
@@ -130,7 +134,7 @@ def test_each_rank_chooses_what_the_whole_model_chooses_for_its_heads(whole, mod
 
 
 def test_captured_steps_pages_and_host_memory(whole, models):
-    """The other ways to hold a cache."""
+    """The other ways to hold a cache; and maps that run as one, as on a GPU, which leave biases to what follows."""
 
     def served(model):
         model.attention, found = Attention(BOUND), []
@@ -139,9 +143,38 @@ def test_captured_steps_pages_and_host_memory(whole, models):
             model.append(ids()[:, :128], cache, n_new=[128, 90], logits="none", prompt=True)
             found.append(model.append(ids(seed=1)[:, :1], cache))
         found.append(DecodeGraph(model, caches[0]).step(ids(seed=2)[:, :1]).clone())
+        separate, model.op.fused = model.op.fused, frozenset({"linears"})
+        try:
+            found.append(DecodeGraph(model, caches[0]).step(ids(seed=2)[:, :1]).clone())
+        finally:
+            model.op.fused = separate
         return found
 
     same_on_all(whole, models, served)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("policy", [BOUND, READINGS["snapkv"].policy, Attention().policy], ids=lambda p: p.name)
+def test_plans_of_caches_are_shares_of_the_whole_plan(whole, size, policy):
+    """On the device, and in host memory with its buffers: bytes by stream."""
+
+    def planned(heads):
+        given = whole.config, heads, 3, 300, whole.numerics
+        plans = [cache_streams(*given, policy)]
+        if not policy.once:
+            plans += [grouped_plan(*given, policy, None), [LayerStreams(None, (brought_layers(*given),))]]
+        return [s.nbytes for plan in plans for layer in plan for s in layer.streams]
+
+    wanted = planned(heads_of(whole.config, Ranks()))
+    for rank in range(size):
+        mine = heads_of(whole.config, Ranks(rank, size))
+        assert planned(mine) == [n // size for n in wanted]
+        assert token_bytes(whole.config, mine, whole.numerics)[0] * size == whole_token_bytes(whole)
+
+
+def whole_token_bytes(model) -> int:
+    c = model.config
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
 
 
 def test_texts_are_equal(whole, models):
