@@ -93,7 +93,15 @@ def guarded(run: Callable[[], None]) -> None:
         what = f"{error.filename}: {error.strerror}" if error.filename else f"standard output: {error.strerror}"
         code = _fail(f"cannot read or write {what}; see that it exists, may be used and has room")
         _leave_streams()
+    if dist_started():  # its threads may still free tensors, which aborts a process whose interpreter ends meanwhile
+        os._exit(code)
     sys.exit(code)
+
+
+def dist_started() -> bool:
+    """Whether this process has joined other ranks."""
+    found = sys.modules.get("torch.distributed")
+    return found is not None and found.is_available() and found.is_initialized()
 
 
 def _invoke() -> None:

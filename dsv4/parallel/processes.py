@@ -4,7 +4,6 @@ A rank that waits for another says within PATIENCE whom it waits for: exchanges 
 checkpoint is read every rank tells from time to time that it goes on.
 """
 
-import atexit
 import os
 import time
 from collections.abc import Sequence
@@ -41,8 +40,6 @@ def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
             f"rank {rank} of {size} did not find the others at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')} ({' '.join(str(failure).split())[:120]}); see that all were started"
         ) from None
-    if backend == "gloo":  # its threads may still free tensors, which ends a process whose interpreter ends meanwhile
-        atexit.register(dist.destroy_process_group)
     settle(Ranks(rank, size, Processes(rank, size, store), by_expert))
     return here()
 

@@ -32,6 +32,7 @@ LACKS = {
     "index_oracle",
     "mhc",
     "moe_edges",
+    "parallel",
     "speculation",
 }
 APPLY = set(CATALOGUE) - LACKS

@@ -24,20 +24,17 @@ def flash():
     """(model, cache) of 16 layers without memory."""
     from dsv4.cache.cache import Cache
     from dsv4.cache.layout import LatentLayout
-    from dsv4.loaders.expected import official_tensors, preset
-    from dsv4.model import dummy
+    from dsv4.loaders.expected import preset
     from dsv4.model.config import ModelConfig
-    from dsv4.model.deepseek_v4 import Model
     from dsv4.model.numerics import numerics_named
+    from dsv4.model.official import published_model
 
     raw = preset("flash")
     config = ModelConfig.from_official(
         raw | {"num_nextn_predict_layers": 0, "num_hidden_layers": 16, "compress_ratios": raw["compress_ratios"][:16]}
     )
-    tensors = official_tensors(config)
     numerics = numerics_named("native").with_caches("fp8", "fp4")
-    with torch.device("meta"):
-        model = Model(config, numerics, "reference", lambda name: dummy._storage(tensors, False, name), mtp=False)
+    model = published_model(config, numerics, "reference", mtp=False)
     return model, Cache(LatentLayout(config, numerics, False), 1, 1 << 17, 128, [torch.device("meta")] * 16)
 
 

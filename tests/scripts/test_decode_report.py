@@ -30,20 +30,17 @@ def test_bytes_of_a_flash_step():
     """perf.md §2: 11.21 GB of weights at batch 1; the caches add 0.004, 0.023 and 0.16 ms at 3.0 TB/s."""
     from dsv4.cache.cache import Cache
     from dsv4.cache.layout import LatentLayout
-    from dsv4.loaders.expected import official_tensors, preset
-    from dsv4.model import dummy
+    from dsv4.loaders.expected import preset
     from dsv4.model.config import ModelConfig
-    from dsv4.model.deepseek_v4 import Model
     from dsv4.model.numerics import numerics_named
+    from dsv4.model.official import published_model
 
     raw = preset("flash")
     config = ModelConfig.from_official(
         raw | {"num_nextn_predict_layers": 0, "compress_ratios": raw["compress_ratios"][:43]}
     )
-    tensors = official_tensors(config)
     numerics = numerics_named("native").with_caches("fp8", "fp4")
-    with torch.device("meta"):
-        model = Model(config, numerics, "reference", lambda name: dummy._storage(tensors, False, name), mtp=False)
+    model = published_model(config, numerics, "reference", mtp=False)
     assert decode.weight_bytes(model, 1) == pytest.approx(11.21e9, rel=1e-3)
     cache = Cache(LatentLayout(config, numerics, False), 1, 8192, 128, [torch.device("meta")] * 43)
     for context, ms in ((8192, 0.004), (131072, 0.023), (1 << 20, 0.16)):
