@@ -16,7 +16,7 @@ class Cut:
     whole: int
 
     def stored(self, unit: int, name: str) -> "Cut":
-        """The same part of a tensor that has one element for `unit` of these: of packed codes, or scales of blocks.
+        """This part in elements of a tensor that has one for `unit` of these: of packed codes, or scales of blocks.
 
         A part begins at a block's first element or lies within one block; raises UnsupportedInput otherwise.
         """
@@ -42,7 +42,7 @@ class Cut:
 
     @property
     def columns(self) -> "Cut":
-        """The same part along axis 1."""
+        """This part along axis 1."""
         return replace(self, axis=1)
 
     @property

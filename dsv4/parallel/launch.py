@@ -100,21 +100,15 @@ def _first_failure(ranks: Sequence[Rank], stopped: Sequence[int]) -> Rank | None
     """The rank that failed, once all have ended or GRACE after the first one failed. One that others left is never it
     if another failed by itself."""
     since: float | None = None
-    while not stopped:
-        codes = [rank.code for rank in ranks]
-        failed = [rank for rank in ranks if rank.code]
+    while True:
+        running, failed = ([r for r in ranks if r.code is None], [r for r in ranks if r.code])
+        own = [rank for rank in failed if rank.code != LOST]
         if failed and since is None:
             since = time.monotonic()
-        own = [rank for rank in failed if rank.code != LOST]
-        if None not in codes or own and since is not None and time.monotonic() - since > GRACE / 5:
-            break
-        if since is not None and time.monotonic() - since > GRACE:
-            break
+        waited = 0.0 if since is None else time.monotonic() - since
+        if stopped or not running or waited > (GRACE / 5 if own else GRACE):
+            return next(iter(own or failed and running or failed), None)
         time.sleep(0.05)
-    failed = [rank for rank in ranks if rank.code]
-    own = [rank for rank in failed if rank.code != LOST]
-    silent = [rank for rank in ranks if rank.code is None] if failed and not own else []
-    return next(iter(own or silent or failed), None)
 
 
 def _told(failed: Rank, ranks: Sequence[Rank]) -> int:
