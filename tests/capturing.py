@@ -33,6 +33,7 @@ class Refusing(TorchDispatchMode):
 def _innermost() -> Path:
     """The file of the innermost code of this checkout that runs an operation."""
     frame = sys._getframe(2)
-    while not (file := Path(frame.f_code.co_filename)).is_relative_to(ROOT):
+    # an environment may lie inside of the checkout, and its packages with it
+    while not (file := Path(frame.f_code.co_filename)).is_relative_to(ROOT) or "site-packages" in file.parts:
         frame = frame.f_back
     return file

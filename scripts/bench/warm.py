@@ -33,7 +33,7 @@ def small_dummy(widths: str, backend: str = "triton", device: str = "cuda") -> M
 
     from dsv4.model import dummy
 
-    real = dummy.Model
+    real = dummy.published_model
 
     def without(*given, **more) -> Model:
         model = real(*given, **more)
@@ -42,7 +42,7 @@ def small_dummy(widths: str, backend: str = "triton", device: str = "cuda") -> M
             block.ffn.experts = nn.Identity()
         return model
 
-    with patch.object(dummy, "Model", without):
+    with patch.object(dummy, "published_model", without):
         model = dummy.load_dummy(
             widths, LAYERS, backend=backend, device=device, cache="fp8", index_cache="fp4", mtp=True
         )
