@@ -93,8 +93,10 @@ def guarded(run: Callable[[], None]) -> None:
         what = f"{error.filename}: {error.strerror}" if error.filename else f"standard output: {error.strerror}"
         code = _fail(f"cannot read or write {what}; see that it exists, may be used and has room")
         _leave_streams()
-    if dist_started():  # its threads may still free tensors, which aborts a process whose interpreter ends meanwhile
-        os._exit(code)
+    if dist_started():
+        from dsv4.parallel.processes import leave
+
+        leave(code)
     sys.exit(code)
 
 

@@ -70,7 +70,7 @@ class WindowAttention(Module):
         o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups)
         if self.ranks.size == 1:
             return self.wo_b(o)
-        return self.ranks.sum(self.wo_b(o, exact=True)).to(o.dtype)
+        return self.ranks.sum(self.wo_b(o, exact=True), o.dtype)
 
     def maps(self, step: Step) -> list[Map]:
         """The linear maps of the layer's input."""

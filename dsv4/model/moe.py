@@ -111,4 +111,4 @@ class MoE(Module):
                 routed.simulate,
                 shared.w1.simulate,
             )
-        return self.ranks.sum(routed(x, indices, weights) + shared(x)).to(x.dtype)
+        return self.ranks.sum(routed(x, indices, weights) + shared(x), x.dtype)

@@ -19,22 +19,36 @@ from dsv4.loaders.cuts import Cut
 
 
 class Group(Protocol):
-    """What ranks exchange by."""
+    """What ranks exchange by. issued: exchanges that this host has asked for, or replays of steps that exchange."""
+
+    issued: int
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x of every rank, in their order; each rank gives the same shape and dtype. Raises RankLost."""
 
-    def noted(self, differs: torch.Tensor, what: str) -> None:
-        """Remember a flag of the device: whether ranks differ in `what`."""
+    def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """`in_order` of x of every rank, in dtype. Raises RankLost."""
+
+    def note(self, x: torch.Tensor, what: str) -> None:
+        """Remember on the device whether ranks have different x, which `what` names. The host does not wait."""
 
     def differed(self) -> str | None:
-        """In what they ever did."""
+        """In what they ever did; waits for the device."""
 
     def beat(self) -> None:
         """Say that this rank goes on, while others wait for what it will say."""
 
     def exchange(self, what: str, said: bytes) -> Sequence[bytes]:
         """What every rank says, in their order; ranks may be minutes apart. Raises RankLost."""
+
+
+def in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the parts, taken in fp32 (fp64 stays) from the first to the last, cast once to dtype."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -65,17 +79,12 @@ class Ranks:
         room = -(-n // self.size)
         return Cut(0, min(n, self.rank * room), min(n, (self.rank + 1) * room), n)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, in x.dtype. It is taken in fp32 (fp64 stays) in the order of ranks, so all get the
-        same bits, and get them again."""
+    def sum(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The sum of every rank's x, in dtype (None: of x). It is taken in fp32 (fp64 stays) in the order of ranks, so
+        all get the same bits, and get them again."""
         if self.size == 1:
-            return x
-        parts = self._gathered(x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        total = parts[0].to(wide)
-        for part in parts[1:]:
-            total = total + part.to(wide)
-        return total.to(x.dtype)
+            return x.to(dtype or x.dtype)
+        return self._exchanging().sum(x.contiguous(), dtype or x.dtype)
 
     def joined(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """x [N, part] of `slots(n)` of every rank → [N, n]."""
@@ -90,10 +99,10 @@ class Ranks:
         raises that later."""
         if self.size == 1:
             return
-        parts = self._gathered(x)
         if x.is_cuda:
-            self.group.noted(torch.stack([part.ne(x).any() for part in parts]).any(), what)
+            self._exchanging().note(x.contiguous(), what)
             return
+        parts = self._gathered(x)
         for rank, other in enumerate(parts):
             if not torch.equal(other, x):
                 at = int((other != x).flatten().nonzero()[0])
@@ -101,6 +110,11 @@ class Ranks:
                     f"rank {self.rank} has {what} {x.flatten()[at].item()} where rank {rank} has "
                     f"{other.flatten()[at].item()}; all ranks were to compute the same: nothing they say can be used"
                 )
+
+    def went(self) -> None:
+        """Count a replay of a captured step, which exchanges without this host."""
+        if self.group is not None:
+            self.group.issued += 1
 
     def check(self) -> None:
         """Raises RanksDisagree if what `same` was given on a GPU ever differed. Waits for the device."""
@@ -112,9 +126,12 @@ class Ranks:
             )
 
     def _gathered(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self._exchanging().all_gather(x.contiguous())
+
+    def _exchanging(self) -> Group:
         if self.group is None:
             raise InputError(f"this is rank {self.rank} of {self.size} of a plan, which exchanges nothing")
-        return self.group.all_gather(x.contiguous())
+        return self.group
 
 
 ALONE = Ranks()

@@ -1,11 +1,11 @@
 """What ranks exchange by when each is a process: torch.distributed, as `torchrun` or `dsv4.parallel.launch` set it up.
 
-A rank that waits for another says within PATIENCE whom it waits for: exchanges of tensors end then, and while a
-checkpoint is read every rank tells from time to time that it goes on.
+A rank that waits for another says within PATIENCE whom it waits for. On CPUs exchanges of tensors end then; on GPUs,
+where a host learns nothing of them, a thread of each rank watches the others (`watch`). While a checkpoint is read
+every rank tells from time to time that it goes on.
 """
 
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 
 from dsv4.errors import RankLost
-from dsv4.model.ranks import ALONE, Ranks, here, settle
+from dsv4.kernels.collectives.triton_one_shot import OneShot
+from dsv4.model.ranks import ALONE, Ranks, here, in_order, settle
 from dsv4.parallel.ranks_asked import asked, own_device
+from dsv4.parallel.store import PATIENCE, Store
+from dsv4.parallel.symmetric import one_shot
+from dsv4.parallel.watch import LEFT, Watch
 
-PATIENCE = 15.0  # seconds that a rank may be silent
-POLL = 0.05  # seconds between looks at what others said
-# seconds after which NCCL ends a process that waits for another: kernels may compile meanwhile, at first
+# seconds after which NCCL ends a process that waits for another, if nothing else has: kernels may compile meanwhile
 UNWATCHED = 600.0
 
 
@@ -34,84 +36,86 @@ def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
         torch.cuda.set_device(own_device(device))
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=patience))
-        store = dist.distributed_c10d._get_default_store()
+        store = Store(rank, size, dist.distributed_c10d._get_default_store())
     except (RuntimeError, ValueError) as failure:
         raise RankLost(
             f"rank {rank} of {size} did not find the others at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')} ({' '.join(str(failure).split())[:120]}); see that all were started"
         ) from None
-    settle(Ranks(rank, size, Processes(rank, size, store), by_expert))
+    group = Processes(store)
+    if backend == "nccl":
+        Watch(group).start()
+        group.kernel, group.by = one_shot(rank, size, torch.device("cuda", torch.cuda.current_device()), store)
+    settle(Ranks(rank, size, group, by_expert))
     return here()
 
 
-class Processes:
-    """The group of all ranks. store: torch.distributed's, for what is said between exchanges of tensors."""
+def leave(code: int) -> None:
+    """End this process, which joined others, with that exit code."""
+    if not code and isinstance(here().group, Processes):
+        here().group.left()
+    # torch.distributed's threads may still free tensors, which aborts a process whose interpreter ends meanwhile
+    os._exit(code)
 
-    def __init__(self, rank: int, size: int, store):
-        self.rank, self.size, self.store = rank, size, store
-        self.exchanges, self.beats, self._told = 0, 0, 0.0
-        self.flags: dict[str, torch.Tensor] = {}  # what ranks may differ in → whether they ever did, on the device
+
+class Processes:
+    """The group of all ranks. kernel: the exchange of a few tokens by one kernel (None: torch.distributed's); by: how
+    those go, in words."""
+
+    def __init__(self, store: Store, kernel: OneShot | None = None, by: str = "gloo"):
+        self.store, self.kernel, self.by = store, kernel, by
+        self.rank, self.size, self.beat, self.exchange = store.rank, store.size, store.beat, store.exchange
+        self.issued = 0  # exchanges that this host has asked for: `Watch` sees by it that a rank goes on
+        self.flags: dict[str, torch.Tensor] = {}  # what ranks may differ in → 1 if they ever did, on the device
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        self.issued += 1
+        if self.kernel is not None and self.kernel.gathers(x):
+            return list(self.kernel.gather(x))
         raw = x.reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
         found = [torch.empty_like(raw) for _ in range(self.size)]
         try:
             dist.all_gather(found, raw)
         except RuntimeError as failure:
-            raise RankLost(self._missing(failure)) from None
+            raise RankLost(self.store.missing(failure)) from None
         return [part.view(x.dtype).view(x.shape) for part in found]
 
-    def exchange(self, what: str, said: bytes) -> Sequence[bytes]:
-        self.exchanges += 1
-        place = f"dsv4/{self.exchanges}"
-        try:
-            self.store.set(f"{place}/{self.rank}", said)
-            for rank in range(self.size):
-                self._await(f"{place}/{rank}", rank, what)
-            return [self.store.get(f"{place}/{rank}") for rank in range(self.size)]
-        except RuntimeError as failure:  # rank 0 keeps the store
-            raise RankLost(f"rank 0 of {self.size} is gone ({' '.join(str(failure).split())[:80]})") from None
+    def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if self.kernel is not None and self.kernel.sums(x):
+            self.issued += 1
+            return self.kernel.sum(x, dtype)
+        return self._by_shares(x, dtype) if x.is_cuda else in_order(self.all_gather(x), dtype)
 
-    def noted(self, differs: torch.Tensor, what: str) -> None:
+    def note(self, x: torch.Tensor, what: str) -> None:
         if what not in self.flags:
-            self.flags[what] = torch.zeros_like(differs)
-        self.flags[what].logical_or_(differs)
+            self.flags[what] = torch.zeros(1, dtype=torch.int32, device=x.device)
+        if self.kernel is not None and self.kernel.gathers(x):
+            self.issued += 1
+            self.kernel.same(x, self.flags[what])
+        else:
+            differs = torch.stack([part.ne(x).any() for part in self.all_gather(x)]).any()
+            self.flags[what].logical_or_(differs)
 
     def differed(self) -> str | None:
-        return next((what for what, flag in self.flags.items() if bool(flag)), None)
+        return next((what for what, flag in self.flags.items() if flag.item()), None)
 
-    def beat(self) -> None:
-        """Say that this rank goes on, at most once a second: others then wait longer for what it will say."""
-        if time.monotonic() - self._told > 1:
-            self.beats, self._told = self.beats + 1, time.monotonic()
-            try:
-                self.store.set(f"dsv4/beat/{self.rank}", str(self.beats))
-            except RuntimeError as failure:
-                raise RankLost(f"rank 0 of {self.size} is gone ({' '.join(str(failure).split())[:80]})") from None
-
-    def _await(self, key: str, rank: int, what: str) -> None:
-        """Wait until a rank has said `key`. Raises RankLost when it was silent for PATIENCE."""
-        heard, last = time.monotonic(), None
-        while not self.store.check([key]):
-            beat = f"dsv4/beat/{rank}"
-            now = self.store.get(beat) if self.store.check([beat]) else None
-            if now != last:
-                heard, last = time.monotonic(), now
-            if time.monotonic() - heard > PATIENCE:
-                raise RankLost(f"rank {rank} of {self.size} said nothing for {PATIENCE:.0f} s; expected {what}")
-            self.beat()
-            time.sleep(POLL)
-
-    def _missing(self, failure: Exception) -> str:
-        """Who did not come to an exchange: those that do not answer now. Those that wait too get here as well."""
+    def left(self) -> None:
+        """Say that this rank ends because it is done: its silence means nothing."""
         try:
-            self.store.set(f"dsv4/lost/{self.rank}", "here")
-            until = time.monotonic() + 2
-            absent = [r for r in range(self.size) if r != self.rank]
-            while absent and time.monotonic() < until:
-                absent = [r for r in absent if not self.store.check([f"dsv4/lost/{r}"])]
-                time.sleep(POLL)
-        except RuntimeError:
-            absent = [0]
-        who = f"rank {', '.join(map(str, absent))} of {self.size} died or stalled" if absent else "an exchange failed"
-        return f"{who}, and the others wait for nobody ({' '.join(str(failure).split())[:80]})"
+            self.store.store.set(f"dsv4/at/{self.rank}", LEFT)
+        except RuntimeError:  # rank 0 was done before
+            pass
+
+    def _by_shares(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Each rank sums its share of the numbers, in the order of ranks, and gives the others the result: of x
+        B bytes travel twice (1 − 1/R) of them, however many ranks there are, and the second time in dtype."""
+        self.issued += 1
+        n, share = x.numel(), -(-x.numel() // self.size)
+        given = torch.nn.functional.pad(x.reshape(-1), (0, share * self.size - n))
+        got, out = torch.empty_like(given), x.new_empty(share * self.size, dtype=dtype)
+        try:
+            dist.all_to_all_single(got, given)
+            dist.all_gather_into_tensor(out, in_order(got.view(self.size, share).unbind(), dtype))
+        except RuntimeError as failure:
+            raise RankLost(self.store.missing(failure)) from None
+        return out[:n].view(x.shape)

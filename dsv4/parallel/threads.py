@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dsv4.model.ranks import Ranks
+from dsv4.model.ranks import Ranks, in_order
 
 
 class Threads:
@@ -20,13 +20,13 @@ class Threads:
 
 
 class Member:
-    """What one rank exchanges by; `calls` counts."""
+    """What one rank exchanges by."""
 
     def __init__(self, group: Threads, rank: int):
-        self.group, self.rank, self.calls = group, rank, 0
+        self.group, self.rank, self.issued = group, rank, 0
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.calls += 1
+        self.issued += 1
         self.group.given[self.rank] = x
         self.group.barrier.wait(60)
         found = list(self.group.given)
@@ -42,7 +42,10 @@ class Member:
         self.group.barrier.wait(60)
         return found
 
-    def noted(self, differs: torch.Tensor, what: str) -> None:
+    def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return in_order(self.all_gather(x), dtype)
+
+    def note(self, x: torch.Tensor, what: str) -> None:
         raise NotImplementedError("threads run on a host, where ranks are compared at once")
 
     def differed(self) -> str | None:

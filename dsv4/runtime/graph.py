@@ -98,6 +98,7 @@ class DecodeGraph:
             self._run()
         else:
             self.graph.replay()
+            self.model.ranks.went()
             self.model.tiles = self.tiles
         self._ran(max(lengths.now) + self.tokens)
         self._held = [length + self.tokens for length in lengths.now]

@@ -197,6 +197,7 @@ class HostLoop(ABC):
             if width not in self.graphs:
                 self.capture(width)
             self.graphs[width].replay()
+            self.model.ranks.went()
         else:
             self._round(width)
         self._count(D, width)
@@ -229,6 +230,7 @@ class HostLoop(ABC):
         if self.captures:
             self._capture_catching_up(width)
             self.catching_up[width].replay()
+            self.model.ranks.went()
         else:
             self._catch_up(width)
         self.drafter.caught_up()

@@ -21,8 +21,9 @@ def summed(site: Site, owner: type, total) -> None:
     """Where an `owner` sums x over ranks, total(ranks, x) is taken."""
 
     class Other(Ranks):
-        def sum(self, x):
-            return x if self.size == 1 else total(Ranks(self.rank, self.size, self.group), x)
+        def sum(self, x, dtype=None):
+            found = x if self.size == 1 else total(Ranks(self.rank, self.size, self.group), x)
+            return found.to(dtype or x.dtype)
 
     def forward(module, *args):
         kept = module.ranks

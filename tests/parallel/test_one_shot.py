@@ -1,0 +1,92 @@
+"""The kernel by which GPUs of one host exchange a few bytes, in processes that share memory of the host."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+import torch
+
+from dsv4.kernels.collectives.triton_one_shot import BLOCK, BLOCKS, OneShot
+from dsv4.kernels.errors import UnsupportedInput
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs: tests/gpu/test_ranks.py")
+# (numbers, dtype) of calls one after the other: blocks of one size follow those of others
+CALLS = [
+    (1, torch.float32),
+    (5000, torch.bfloat16),
+    (3, torch.bfloat16),
+    (2500, torch.float32),
+    (1024, torch.float32),
+    (700, torch.float16),
+] * 3
+
+
+def parts(size: int, call: int) -> list[torch.Tensor]:
+    n, dtype = CALLS[call]
+    return [
+        torch.randn(n, generator=torch.Generator().manual_seed(100 * call + r)).mul(10.0**r).to(dtype)
+        for r in range(size)
+    ]
+
+
+def in_order(given: list[torch.Tensor]) -> torch.Tensor:
+    wide = torch.promote_types(given[0].dtype, torch.float32)
+    total = given[0].to(wide)
+    for part in given[1:]:
+        total = total + part.to(wide)
+    return total
+
+
+def rank_of(rank: int, size: int, buffers, wrong: dict, errors) -> None:
+    """All calls of a rank, at its own pace. wrong: {call: rank whose tokens differ}."""
+    try:
+        torch.set_num_threads(1)
+        group = OneShot(rank, [t.data_ptr() for t in buffers], torch.device("cpu"))
+        pace = torch.Generator().manual_seed(rank)
+        for call in range(len(CALLS)):
+            if torch.rand((), generator=pace) < 0.3:
+                time.sleep(0.02)
+            given = parts(size, call)
+            for dtype in (given[0].dtype, torch.bfloat16):
+                found = group.sum(given[rank], dtype)
+                assert found.dtype is dtype and torch.equal(found, in_order(given).to(dtype)), f"sum of call {call}"
+            if group.gathers(given[rank]):
+                assert torch.equal(group.gather(given[rank]), torch.stack(given)), f"parts of call {call}"
+            ids, differs = torch.arange(3) + call, torch.zeros(1, dtype=torch.int32)
+            ids[call % 3] += wrong.get(call) == rank
+            group.same(ids, differs)
+            assert differs.item() == (call in wrong), f"comparison of call {call}"
+    except BaseException as failure:
+        errors.put(f"rank {rank}: {type(failure).__name__}: {failure}")
+        os._exit(1)  # the others wait for this one
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_exchange_at_their_own_pace(size):
+    context = multiprocessing.get_context("fork")
+    buffers = [torch.zeros(OneShot.nbytes(size), dtype=torch.uint8).share_memory_() for _ in range(size)]
+    errors = context.SimpleQueue()
+    ranks = [context.Process(target=rank_of, args=(r, size, buffers, {4: 0, 9: size - 1}, errors)) for r in range(size)]
+    for rank in ranks:
+        rank.start()
+    until = time.monotonic() + 60
+    while any(rank.is_alive() for rank in ranks) and errors.empty() and time.monotonic() < until:
+        time.sleep(0.02)
+    late = [r for r, rank in enumerate(ranks) if rank.is_alive()]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    assert errors.empty(), errors.get()
+    assert not late, f"ranks {late} still wait"
+
+
+def test_what_has_no_room_is_refused():
+    group, room = OneShot(0, [0], torch.device("cpu")), BLOCK * BLOCKS
+    assert group.sums(torch.empty(room)) and group.gathers(torch.empty(room))
+    for x in (torch.zeros(1, dtype=torch.float64), torch.zeros(room + 1)):
+        with pytest.raises(UnsupportedInput, match=f"sums {room} numbers .*; these are {len(x)} of"):
+            group.sum(x, torch.float32)
+    for x in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(room + 1)):
+        with pytest.raises(UnsupportedInput, match=f"takes {room} whole words of 4 bytes; this tensor has {x.nbytes}"):
+            group.gather(x)
