@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from dsv4.errors import RankLost
-from dsv4.kernels.collectives.triton_one_shot import OneShot
 from dsv4.model.ranks import ALONE, Ranks, here, in_order, settle
 from dsv4.parallel.ranks_asked import asked, own_device
 from dsv4.parallel.store import PATIENCE, Store
-from dsv4.parallel.symmetric import one_shot
+from dsv4.parallel.symmetric import OneHost, one_host
 from dsv4.parallel.watch import LEFT, Watch
 
 # seconds after which NCCL ends a process that waits for another, if nothing else has: kernels may compile meanwhile
@@ -45,7 +44,7 @@ def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
     group = Processes(store)
     if backend == "nccl":
         Watch(group).start()
-        group.kernel, group.by = one_shot(rank, size, torch.device("cuda", torch.cuda.current_device()), store)
+        group.kernels, group.by = one_host(rank, size, torch.device("cuda", torch.cuda.current_device()), store)
     settle(Ranks(rank, size, group, by_expert))
     return here()
 
@@ -59,19 +58,19 @@ def leave(code: int) -> None:
 
 
 class Processes:
-    """The group of all ranks. kernel: the exchange of a few tokens by one kernel (None: torch.distributed's); by: how
-    those go, in words."""
+    """The group of all ranks. kernels: exchanges by kernels of ours (None: by torch.distributed); by: how exchanges go,
+    in words."""
 
-    def __init__(self, store: Store, kernel: OneShot | None = None, by: str = "gloo"):
-        self.store, self.kernel, self.by = store, kernel, by
+    def __init__(self, store: Store, kernels: OneHost | None = None, by: str = "gloo"):
+        self.store, self.kernels, self.by = store, kernels, by
         self.rank, self.size, self.beat, self.exchange = store.rank, store.size, store.beat, store.exchange
         self.issued = 0  # exchanges that this host has asked for: `Watch` sees by it that a rank goes on
         self.flags: dict[str, torch.Tensor] = {}  # what ranks may differ in → 1 if they ever did, on the device
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         self.issued += 1
-        if self.kernel is not None and self.kernel.gathers(x):
-            return list(self.kernel.gather(x))
+        if self.kernels is not None and self.kernels.few.gathers(x):
+            return list(self.kernels.few.gather(x))
         raw = x.reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
         found = [torch.empty_like(raw) for _ in range(self.size)]
         try:
@@ -81,17 +80,17 @@ class Processes:
         return [part.view(x.dtype).view(x.shape) for part in found]
 
     def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        if self.kernel is not None and self.kernel.sums(x):
+        if self.kernels is not None and self.kernels.sums(x):
             self.issued += 1
-            return self.kernel.sum(x, dtype)
+            return self.kernels.sum(x, dtype)
         return self._by_shares(x, dtype) if x.is_cuda else in_order(self.all_gather(x), dtype)
 
     def note(self, x: torch.Tensor, what: str) -> None:
         if what not in self.flags:
             self.flags[what] = torch.zeros(1, dtype=torch.int32, device=x.device)
-        if self.kernel is not None and self.kernel.gathers(x):
+        if self.kernels is not None and self.kernels.few.gathers(x):
             self.issued += 1
-            self.kernel.same(x, self.flags[what])
+            self.kernels.few.same(x, self.flags[what])
         else:
             differs = torch.stack([part.ne(x).any() for part in self.all_gather(x)]).any()
             self.flags[what].logical_or_(differs)

@@ -1,37 +1,57 @@
-"""Memory of all GPUs of one host that every one of them can write, for exchanges by one kernel."""
+"""Memory of all GPUs of one host that every one of them can write, and exchanges by kernels of ours over it."""
 
 import os
 
 import torch
 import torch.distributed as dist
 
-from dsv4.kernels.collectives.triton_one_shot import OneShot
+from dsv4.kernels.collectives.triton_one_shot import SUMMED, OneShot
+from dsv4.kernels.collectives.triton_shares import Shares
 from dsv4.parallel.store import Store
 
+NAMED = "kernels that write to the other GPUs"
 
-def one_shot(rank: int, size: int, device: torch.device, store: Store) -> tuple[OneShot | None, str]:
-    """The exchange by one kernel, if all ranks can have it, and how exchanges of a few tokens go, in words.
 
-    All ranks get it or none. Its memory is torch's symmetric memory; multicast is not used.
-    """
+class OneHost:
+    """Exchanges of one rank with the others of its host: few numbers by one shot, more by shares. Its memory is
+    torch's symmetric memory; multicast is not used. Raises RuntimeError where GPUs cannot write each other's memory."""
+
+    def __init__(self, rank: int, size: int, device: torch.device):
+        self._held: list = []  # freed with this
+        self.few = OneShot(rank, self._shared(OneShot.nbytes(size), device), device)
+        self.many = Shares(rank, self._shared(Shares.nbytes(size), device), device)
+        torch.cuda.synchronize(device)
+
+    def _shared(self, nbytes: int, device: torch.device) -> list[int]:
+        """Addresses of every rank's buffer of so many bytes, zeroed."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        memory = symmetric.empty(nbytes // 8, dtype=torch.int64, device=device).zero_()
+        handle = symmetric.rendezvous(memory, dist.group.WORLD.group_name)
+        self._held.append((memory, handle))
+        return list(handle.buffer_ptrs)
+
+    def sums(self, x: torch.Tensor) -> bool:
+        """Whether these kernels sum x."""
+        return x.dtype in SUMMED
+
+    def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """As `dsv4.model.ranks.in_order`, of x in fp32, bf16 or fp16."""
+        return self.few.sum(x, dtype) if self.few.sums(x) else self.many.sum(x.float(), dtype)
+
+
+def one_host(rank: int, size: int, device: torch.device, store: Store) -> tuple[OneHost | None, str]:
+    """Exchanges by kernels if all ranks can have them, and how exchanges go, in words. All ranks get them or none."""
     found, why = None, ""
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
-        why = "ranks are on several hosts"
+        why = "they are on several hosts"
     else:
         try:
-            import torch.distributed._symmetric_memory as symmetric
-
-            group = dist.group.WORLD.group_name
-            memory = symmetric.empty(OneShot.nbytes(size) // 8, dtype=torch.int64, device=device)
-            memory.zero_()
-            handle = symmetric.rendezvous(memory, group)
-            found = OneShot(rank, list(handle.buffer_ptrs), device)
-            found.memory = memory, handle  # freed with it
-            torch.cuda.synchronize(device)
+            found = OneHost(rank, size, device)
         except (RuntimeError, ImportError, AttributeError, TypeError) as failure:
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
-    said = [reason.decode() for reason in store.exchange("exchange by one kernel", why.encode())]
+    said = [reason.decode() for reason in store.exchange("memory that all GPUs can write", why.encode())]
     if not any(said):
-        return found, "one kernel, which writes to the other GPUs"
+        return found, NAMED
     other = next(r for r, reason in enumerate(said) if reason)
-    return None, f"NCCL (no exchange by one kernel on rank {other}: {said[other]})"
+    return None, f"NCCL, because ranks cannot write each other's memory (rank {other}: {said[other]})"

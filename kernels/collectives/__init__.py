@@ -1,1 +1,2 @@
-"""Exchanges of a few bytes among the GPUs of one host, each as one kernel (`triton_one_shot`)."""
+"""Exchanges among the GPUs of one host by kernels that write the others' memory: of few numbers (`triton_one_shot`), and
+sums of many (`triton_shares`)."""

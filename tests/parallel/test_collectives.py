@@ -1,4 +1,4 @@
-"""The kernel by which GPUs of one host exchange a few bytes, in processes that share memory of the host."""
+"""The kernels by which GPUs of one host exchange, in processes that share memory of the host."""
 
 import multiprocessing
 import os
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4.kernels.collectives.triton_one_shot import BLOCK, BLOCKS, OneShot
+from dsv4.kernels.collectives.triton_shares import Shares
 from dsv4.kernels.errors import UnsupportedInput
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs: tests/gpu/test_ranks.py")
@@ -62,12 +63,32 @@ def rank_of(rank: int, size: int, buffers, wrong: dict, errors) -> None:
         os._exit(1)  # the others wait for this one
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_exchange_at_their_own_pace(size):
+MANY = (1, 9000, 40_000, 12_288)  # blocks of a share: fewer than programs, and several of each
+
+
+def shares_of(rank: int, size: int, buffers, errors) -> None:
+    """Sums by shares of a rank, at its own pace."""
+    try:
+        torch.set_num_threads(1)
+        group = Shares(rank, [t.data_ptr() for t in buffers], torch.device("cpu"), programs=3)
+        pace = torch.Generator().manual_seed(rank)
+        for call in range(8):
+            if torch.rand((), generator=pace) < 0.5:
+                time.sleep(0.02)
+            n, dtype = MANY[call % 4], (torch.bfloat16, torch.float32)[call % 2]
+            given = [torch.randn(n, generator=torch.Generator().manual_seed(9 * call + r)) for r in range(size)]
+            assert torch.equal(group.sum(given[rank], dtype), in_order(given).to(dtype)), f"sum of call {call}"
+    except BaseException as failure:
+        errors.put(f"rank {rank}: {type(failure).__name__}: {failure}")
+        os._exit(1)  # the others wait for this one
+
+
+def run_ranks(target, size: int, nbytes: int, *given) -> None:
+    """target(rank, size, buffers, *given, errors) of all ranks at once."""
     context = multiprocessing.get_context("fork")
-    buffers = [torch.zeros(OneShot.nbytes(size), dtype=torch.uint8).share_memory_() for _ in range(size)]
+    buffers = [torch.zeros(nbytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     errors = context.SimpleQueue()
-    ranks = [context.Process(target=rank_of, args=(r, size, buffers, {4: 0, 9: size - 1}, errors)) for r in range(size)]
+    ranks = [context.Process(target=target, args=(r, size, buffers, *given, errors)) for r in range(size)]
     for rank in ranks:
         rank.start()
     until = time.monotonic() + 60
@@ -81,6 +102,16 @@ def test_ranks_exchange_at_their_own_pace(size):
     assert not late, f"ranks {late} still wait"
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_exchange_at_their_own_pace(size):
+    run_ranks(rank_of, size, OneShot.nbytes(size), {4: 0, 9: size - 1})
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_sum_by_shares_at_their_own_pace(size):
+    run_ranks(shares_of, size, Shares.nbytes(size, 3))
+
+
 def test_what_has_no_room_is_refused():
     group, room = OneShot(0, [0], torch.device("cpu")), BLOCK * BLOCKS
     assert group.sums(torch.empty(room)) and group.gathers(torch.empty(room))
@@ -90,3 +121,5 @@ def test_what_has_no_room_is_refused():
     for x in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(room + 1)):
         with pytest.raises(UnsupportedInput, match=f"takes {room} whole words of 4 bytes; this tensor has {x.nbytes}"):
             group.gather(x)
+    with pytest.raises(UnsupportedInput, match="take float32; this tensor is torch.bfloat16"):
+        Shares(0, [0], torch.device("cpu")).sum(torch.zeros(3, dtype=torch.bfloat16), torch.bfloat16)
