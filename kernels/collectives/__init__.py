@@ -1,2 +1,2 @@
-"""Exchanges among the GPUs of one host by kernels that write the others' memory: of few numbers (`triton_one_shot`), and
-sums of many (`triton_shares`)."""
+"""Exchanges among the GPUs of one host by kernels that write the others' memory: of few numbers (`triton_one_shot`),
+and sums of many (`triton_shares`)."""
