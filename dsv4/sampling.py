@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.errors import InputError, brief
+from dsv4.model.cut_logits import Logits, whole
 
 # logits divided by less may overflow; every token is as likely as another long before a larger value
 COLDEST, HOTTEST = 1e-6, 1_000_000
@@ -30,10 +31,11 @@ class Sampling:
             raise InputError(f"seed {brief(self.seed)} was asked for; expected a number of 64 bits, -2^63 to 2^63 - 1")
 
 
-def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def weights(logits: Logits, sampling: Sampling) -> torch.Tensor:
     """The weights that tokens are drawn with, fp32 [..., vocab] of logits [..., vocab]: probabilities at this
-    temperature (not 0), and 0 outside top_p, so their sum is top_p or a little more."""
-    p = torch.softmax(logits.float() / sampling.temperature, -1)
+    temperature (not 0), and 0 outside top_p, so their sum is top_p or a little more. Ranks join their logits for it:
+    the last bits of a softmax depend on the order of its sum, and a draw on the last bits."""
+    p = torch.softmax(whole(logits).float() / sampling.temperature, -1)
     if sampling.top_p < 1:
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
         kept = ordered.cumsum(-1) - ordered < sampling.top_p  # the token that crosses the bound stays
@@ -41,14 +43,14 @@ def weights(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return p
 
 
-def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def distribution(logits: Logits, sampling: Sampling) -> torch.Tensor:
     """`weights`, normalised: the distribution of a token in plain decoding, fp32 [..., vocab]."""
     p = weights(logits, sampling)
     return p if sampling.top_p == 1 else p / p.sum(-1, keepdim=True)
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample(logits: Logits, sampling: Sampling, generator: torch.Generator) -> int:
     """A token id from logits [vocab]."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial(weights(logits.cpu(), sampling), 1, generator=generator))
+    return int(torch.multinomial(weights(whole(logits).cpu(), sampling), 1, generator=generator))

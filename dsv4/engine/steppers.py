@@ -14,6 +14,7 @@ from dsv4.engine.passes import Passes
 from dsv4.engine.state import Generation, Work
 from dsv4.errors import InputError, RoundError
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_logits import Logits
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.sampling import sample
 from dsv4.speculation.captured import Steps
@@ -118,7 +119,7 @@ class SingleTokens(Stepper):
     def prepare(self):
         if self.model.backend == "triton":
             begun = time.perf_counter()
-            self.graph = DecodeGraph(self.model, self.cache)
+            self.graph = DecodeGraph(self.model, self.cache, whole=False)
             if self.graph.graph is not None:
                 self.capture_seconds = time.perf_counter() - begun
 
@@ -126,7 +127,7 @@ class SingleTokens(Stepper):
         self.check_room()
         [row] = self.rows
         if self.graph is None:
-            self._give(self.model.append(self._fed(), self.cache, logits="last"))
+            self._give(self.model.append(self._fed(), self.cache, logits="last", whole=False))
         elif row.request.sampling.temperature:
             self._give(self.graph.step(self._fed()))
         else:
@@ -138,7 +139,7 @@ class SingleTokens(Stepper):
         """The last token, int64 [1, 1]; greedily, a captured step has it on the device already."""
         return torch.tensor([[self.rows[0].ids[-1]]])
 
-    def _give(self, logits: torch.Tensor) -> None:
+    def _give(self, logits: Logits) -> None:
         [row] = self.rows
         row.give([sample(logits[0, -1], row.request.sampling, row.generator)])
 

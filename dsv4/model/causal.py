@@ -13,6 +13,7 @@ from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
 from dsv4.kernels.replacing import replacements_of
 from dsv4.model.arguments import check_cache, check_chunk, check_ids, check_logits, check_room, check_tokens, new_counts
+from dsv4.model.cut_logits import CutLogits, Logits, cut
 from dsv4.model.linear import Linear, Storage, parameter
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
@@ -46,8 +47,7 @@ class Embedding(Module):
 
 
 class Head(Linear):
-    """Output projection: logits = W·y in fp32; of several ranks each has a part of the vocabulary, and gets the others'
-    logits."""
+    """Output projection: logits = W·y in fp32; of several ranks each has a part of the vocabulary."""
 
     def __init__(self, config, storage: Storage, numerics: Numerics, op, ranks: Ranks = ALONE):
         part = ranks.slots(config.vocab_size)
@@ -55,8 +55,12 @@ class Head(Linear):
         self.ranks, self.vocab = ranks, config.vocab_size
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # never other than exact
-        """y [N, d] → fp32 [N, vocab]."""
+        """y [N, d] → fp32 [N, vocab], on every rank."""
         return self.ranks.joined(super().forward(y, exact=True), self.vocab)
+
+    def own(self, y: torch.Tensor) -> Logits:
+        """`forward`, of which each of several ranks keeps its part: to choose a token from."""
+        return self(y) if self.ranks.size == 1 else CutLogits(super().forward(y, exact=True), self.ranks, self.vocab)
 
 
 class CausalLM(Module):
@@ -124,8 +128,9 @@ class CausalLM(Module):
         """Streams [N, *stream_shape] after all layers; writes the step to the cache."""
         raise NotImplementedError
 
-    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-        """A captured step: streams before the head [N, *stream_shape], and logits fp32 [N, vocab]."""
+    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, Logits]:
+        """A captured step: streams before the head [N, *stream_shape], and logits fp32 [N, vocab], of several ranks
+        each its own."""
         raise NotImplementedError
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:
@@ -199,6 +204,7 @@ class CausalLM(Module):
         return_streams: bool = False,
         chunk: int | None = None,
         prompt: bool | None = None,
+        whole: bool = True,
     ):
         """Append tokens to every row and return their logits: prefill, decode and verification alike.
 
@@ -206,14 +212,15 @@ class CausalLM(Module):
         run). Returns fp32 [B, T, vocab]; with logits="last" only those of each row's last new token, [B, 1, vocab];
         with "none", None. Positions that were not run hold NaN. With return_streams, also the streams before the head
         [B, T, *stream_shape]. prompt: whether the tokens are (part of) a prompt; for a prompt GQA models read the whole
-        cache, even if decoding has a policy. None: if a row has more than 16.
+        cache, even if decoding has a policy. None: if a row has more than 16. whole: False leaves logits of several
+        ranks cut (`dsv4.model.cut_logits.CutLogits`), for those who only choose tokens.
 
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
         max_context, and InputError for arguments of other types or shapes and a cache that was made for another
         model; the cache is then unchanged.
         """
         counts, chunk = self._check(ids, cache, n_new, logits, chunk), chunk or self.chunk
-        out = Collector(self, ids, counts, logits, return_streams)
+        out = Collector(self, ids, counts, logits, return_streams, whole)
         self.replayed = None
         self._run_pieces(ids, cache, counts, chunk, out, max(counts) > DECODED if prompt is None else prompt)
         return out.result()
@@ -272,14 +279,19 @@ class CausalLM(Module):
 
 
 class Collector:
-    """Collects the results of the steps of one append in tensors that are allocated once."""
+    """Collects the results of the steps of one append in tensors that are allocated once. whole: as for `append`."""
 
-    def __init__(self, model: CausalLM, ids: torch.Tensor, counts: list[int], logits: str, want_streams: bool):
+    def __init__(
+        self, model: CausalLM, ids: torch.Tensor, counts: list[int], logits: str, want_streams: bool, whole: bool
+    ):
         B, T = ids.shape
         self.model, self.counts, self.mode = model, counts, logits
+        self.cut = not whole and model.ranks.size > 1
+        vocab = model.config.vocab_size
+        width = model.ranks.slots(vocab).size if self.cut else vocab
         kept = {"all": T, "last": 1, "none": 0}[logits]
         fresh = torch.empty if all(n == T for n in counts) else partial(torch.full, fill_value=float("nan"))
-        self.logits: Any = fresh((B, kept, model.config.vocab_size), device=model.device) if kept else None
+        self.logits: Any = fresh((B, kept, width), device=model.device) if kept else None
         self.streams: Any = (
             fresh((B, T, *model.stream_shape), dtype=model.numerics.activation, device=model.device)
             if want_streams
@@ -296,12 +308,12 @@ class Collector:
             self.streams[rows, done : done + tokens] = streams
         if self.mode == "all":
             features = self.model.features(streams.flatten(0, 1)) if features is None else features
-            self.logits[rows, done : done + tokens] = self.model.head(features).view(*streams.shape[:2], -1)
+            self.logits[rows, done : done + tokens] = self._head(features).unflatten(0, streams.shape[:2])
         elif self.mode == "last":
             ending = [b for b in range(rows.start, rows.stop) if self.counts[b] == done + tokens]
             if ending:
                 ends = slice(ending[0] - rows.start, ending[-1] - rows.start + 1)
-                fresh = self.model.head(
+                fresh = self._head(
                     self.model.features(streams[ends, -1])
                     if features is None
                     else features.view(*streams.shape[:2], -1)[ends, -1]
@@ -309,8 +321,14 @@ class Collector:
                 for b in ending:
                     self.logits[b, 0] = fresh[b - ending[0]]
 
+    def _head(self, features: torch.Tensor) -> torch.Tensor:
+        return self.model.head.own(features).own if self.cut else self.model.head(features)
+
     def result(self):
-        return self.logits if self.streams is None else (self.logits, self.streams)
+        logits = self.logits
+        if self.cut and logits is not None:
+            logits = cut(logits, self.model.ranks, self.model.config.vocab_size)
+        return logits if self.streams is None else (logits, self.streams)
 
 
 def uniform_pieces(counts: list[int], chunk: int):

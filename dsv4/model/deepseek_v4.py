@@ -29,6 +29,7 @@ from dsv4.model.arguments import (
 from dsv4.model.block import Block, HyperHead, merged
 from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
 from dsv4.model.config import ModelConfig
+from dsv4.model.cut_logits import Logits
 from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module, fuses
 from dsv4.model.mtp import MTPBlock
@@ -102,19 +103,20 @@ class Model(CausalLM):
         chunk: int | None = None,
         n_new: list[int] | None = None,
         logits: str = "all",
+        whole: bool = True,
     ):
         """Drafting logits fp32 [B, T, vocab]: entry t predicts the token after next_ids[t].
 
         streams [B, T, n, d]: the main model's streams before the head (or the block's own, when
         drafts are chained); next_ids int64 [B, T]: the token at t + 1. With a cache the tokens
         follow `cache.mtp_lengths`; without one they start at position 0. With return_streams, also
-        the block's streams [B, T, n, d]. n_new and logits as in `append`, and 0 tokens are no error.
+        the block's streams [B, T, n, d]. n_new, logits and whole as in `append`, and 0 tokens are no error.
         Raises as `append`, and InputError for streams of another shape or dtype than the model's own, a block that the
         model was not loaded with, and a model without MTP; the cache is then unchanged.
         """
         cache, counts = self._check_mtp(streams, next_ids, cache, block, chunk, n_new, logits)
         lengths = cache._mtp
-        out, begin = Collector(self, next_ids, counts, logits, return_streams), list(lengths.now)
+        out, begin = Collector(self, next_ids, counts, logits, return_streams, whole), list(lengths.now)
         for rows, tokens in uniform_pieces(counts, chunk or self.chunk):
             done = lengths.now[rows.start] - begin[rows.start]  # all rows of a piece have run equally many tokens
             piece = slice(done, done + tokens)
@@ -171,14 +173,15 @@ class Model(CausalLM):
     def run(self, step: Step, cache: Cache) -> torch.Tensor:
         return merged(self.op, self._layers(step, cache)).to(self.device)
 
-    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, torch.Tensor]:
-        """A captured step in few kernels: streams before the head [N, n, d], and logits fp32 [N, vocab]."""
+    def captured(self, step: CapturedStep, cache: Cache) -> tuple[torch.Tensor, Logits]:
+        """A captured step in few kernels: streams before the head [N, n, d], and logits fp32 [N, vocab], of several
+        ranks each its own."""
         cache.place(step, self.op)
         pending = self._layers(step, cache)
         if len(pending) == 1:
-            return pending[0], self.head(self.features(pending[0]))
+            return pending[0], self.head.own(self.features(pending[0]))
         streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
-        return streams, self.head(y)
+        return streams, self.head.own(y)
 
     def _layers(self, step: Step, cache: Cache) -> Sequence[torch.Tensor]:
         """Every layer up to its last write to the streams, in the form of `Block.sublayers`."""

@@ -94,6 +94,24 @@ class Ranks:
         padded = torch.nn.functional.pad(x, (0, room - x.shape[1])) if x.shape[1] < room else x
         return torch.cat(list(self._gathered(padded)), 1)[:, :n]
 
+    def argmax(self, own: torch.Tensor, n: int) -> torch.Tensor:
+        """own fp32 [..., part] of `slots(n)` of every rank → int64 [...]: torch.argmax of all n, so of equal values
+        the first, and the first NaN before any value. A rank sends its best value and that one's place, in 8 bytes."""
+        part = self.slots(n)
+        if part.size:
+            value, place = own.max(-1)
+        else:  # the last ranks may have nothing: −inf comes after any other rank's
+            value = own.new_full(own.shape[:-1], float("-inf"))
+            place = torch.zeros_like(value, dtype=torch.int64)
+        best = torch.stack((value.view(torch.int32), (place + part.start).to(torch.int32)), -1)
+        values, places = torch.stack(list(self._gathered(best))).unbind(-1)
+        first = values.view(torch.float32).argmax(0, keepdim=True)  # ranks are in the order of their parts
+        return places.gather(0, first).squeeze(0).long()
+
+    def every(self, flags: torch.Tensor) -> torch.Tensor:
+        """flags bool [...] → whether they are true on every rank."""
+        return flags if self.size == 1 else torch.stack(list(self._gathered(flags))).all(0)
+
     def same(self, x: torch.Tensor, what: str) -> None:
         """Raises RanksDisagree unless every rank has the same x. On a GPU, where the host does not wait for it, `check`
         raises that later."""

@@ -9,6 +9,7 @@ from dsv4.errors import ContextOverrun, InputError
 from dsv4.model.arguments import check_cache, check_whole
 from dsv4.model.causal import CausalLM, captures
 from dsv4.model.causal import capacity as capacity  # its old place, until 0.4
+from dsv4.model.cut_logits import Logits, whole
 from dsv4.model.mtp import run_block
 from dsv4.model.step import CapturedStep
 from dsv4.runtime.capture import capturing
@@ -43,9 +44,10 @@ class DecodeGraph:
     captured (`captures`), the step runs without a graph.
 
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
+    whole: False leaves logits of several ranks cut (`CutLogits`), for those who only choose tokens.
     """
 
-    def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1):
+    def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1, whole: bool = True):
         if model.layer_devices is not None:
             raise InputError(
                 "a decode step cannot be captured while layers are spread over devices; load without --device-map"
@@ -56,7 +58,7 @@ class DecodeGraph:
                 f"steps of {tokens} tokens need a cache with max_rewind >= {tokens - 1}; this one has "
                 f"{cache.max_rewind}"
             )
-        self.model, self.cache, self.tokens = model, cache, tokens
+        self.model, self.cache, self.tokens, self.whole = model, cache, tokens, whole
         self.ids = torch.zeros(cache.batch, tokens, dtype=torch.int64, device=model.device)
         self.start = torch.zeros(cache.batch, dtype=torch.int64, device=model.device)
         self._gpu = model.device.type == "cuda"
@@ -67,7 +69,7 @@ class DecodeGraph:
         if captures(model):
             self._capture()
 
-    def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> torch.Tensor:
+    def step(self, ids: torch.Tensor | None = None, active: list[bool] | None = None) -> Logits:
         """Append ids int64 [batch, tokens] (None: the current `self.ids`) and return the graph's logits fp32 [batch,
         tokens, vocab].
 
@@ -108,9 +110,7 @@ class DecodeGraph:
                 lengths.advance(slice(b, b + 1), self.tokens)
         return self.logits
 
-    def greedy(
-        self, logits: torch.Tensor, more: bool, feed: torch.Tensor | None = None
-    ) -> tuple[list[int], torch.Tensor | None]:
+    def greedy(self, logits: Logits, more: bool, feed: torch.Tensor | None = None) -> tuple[list[int], Logits | None]:
         """The likeliest token of each row of logits [batch, …, vocab] and, if there is `more`, the logits after it
         (`step`; of one token).
 
@@ -140,10 +140,11 @@ class DecodeGraph:
     def _run(self) -> None:
         """One captured step. It advances `start` at its end, so that the next replay needs no host."""
         self.streams, logits = self._forward()
-        self.logits = logits.view(self.cache.batch, -1, logits.shape[-1])  # of the graph: each replay writes it again
+        logits = whole(logits) if self.whole else logits
+        self.logits = logits.unflatten(0, (self.cache.batch, -1))  # of the graph: each replay writes it again
         self.start += self.tokens
 
-    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self) -> tuple[torch.Tensor, Logits]:
         """Streams before the head [B·T, n, d], and logits fp32."""
         step = CapturedStep(self.ids, self.start, self.cache.max_context, self.model.rope_frequencies())
         return self.model.captured(step, self.cache)
@@ -174,14 +175,14 @@ class BlockGraph(DecodeGraph):
     that entry, by default the last of `tokens`; `ends` sets it.
     """
 
-    def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1):
+    def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1, whole: bool = True):
         c = model.config
         self.fed = torch.zeros(
             cache.batch, tokens, c.hc_mult, c.hidden_size, dtype=model.numerics.activation, device=model.device
         )
         self._ends = [tokens] * cache.batch
         self.last = torch.full((cache.batch,), tokens - 1, device=model.device)
-        super().__init__(model, cache, tokens)
+        super().__init__(model, cache, tokens, whole)
 
     def ends(self, counts: list[int]) -> None:
         """In the next step the first counts[b] entries of row b count; 0: none."""
@@ -196,7 +197,7 @@ class BlockGraph(DecodeGraph):
     def _ran(self, tokens: int) -> None:
         pass  # the main model has not run
 
-    def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self) -> tuple[torch.Tensor, Logits]:
         last = self.last if self.tokens > 1 else None
         features, streams = run_block(self.model, self.cache, self.fed.flatten(0, 1), self.ids, self.start, last)
-        return streams, self.model.head(features)
+        return streams, self.model.head.own(features)

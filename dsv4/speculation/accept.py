@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.model.cut_logits import Logits
+
 
 class Accepted(NamedTuple):
     """count int64 [B]: accepted drafts. tokens int64 [B, W + 1]: the first count + 1 of a row are its output, the rest
@@ -27,7 +29,7 @@ class Accepted(NamedTuple):
     tokens: torch.Tensor
 
 
-def accept_greedy(logits: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
+def accept_greedy(logits: Logits, drafts: torch.Tensor, sizes: torch.Tensor) -> Accepted:
     """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; sizes int64 [B]: drafts
     of each row."""
     return accept_chosen(logits.argmax(-1), drafts, sizes)

@@ -15,6 +15,7 @@ from dsv4.cache.cache import Cache, Lengths
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paged_view import PagedView
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_logits import Logits
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.sending import sent
 from dsv4.speculation.passes import Append
@@ -50,7 +51,7 @@ class Steps:
         """The graph of so many tokens of each of so many rows."""
         if (rows, width) not in self.graphs:
             begun = time.perf_counter()
-            self.graphs[rows, width] = self.graph(self.model, self._shown(rows), width)
+            self.graphs[rows, width] = self.graph(self.model, self._shown(rows), width, whole=False)
             self.capture_seconds += time.perf_counter() - begun
         return self.graphs[rows, width]
 
@@ -63,7 +64,7 @@ class Steps:
 
     def run(
         self, ids: torch.Tensor, counts: list[int], streams: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Logits, torch.Tensor]:
         """ids int64 [B, W]; streams [B, W, n, d] if the graph reads some. Values beyond a row's count may be anything.
         Returns logits and streams [B, …] that are right in the rows that ran. The next run overwrites the logits."""
         active, width = [b for b, n in enumerate(counts) if n], max(counts)
@@ -106,7 +107,7 @@ class Captured(Steps):
         super().__init__(model, cache)
         self.append = Append(model, cache, pads)
 
-    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[Logits, torch.Tensor]:
         return self.run(ids, counts) if self.takes(counts) else self.append(ids, counts, want_streams)
 
 
@@ -124,13 +125,11 @@ class CapturedBlock(Steps):
         if self.captured:
             super().prepare(widths)
 
-    def __call__(
-        self, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]) -> tuple[Logits, torch.Tensor]:
         if self.captured and max(counts) <= self.cache.max_rewind + 1 and self.takes(counts):
             return self.run(ids, counts, streams)
         logits, after = self.model.mtp_logits(
-            streams, ids, self.cache, return_streams=True, n_new=counts, logits="last"
+            streams, ids, self.cache, return_streams=True, n_new=counts, logits="last", whole=False
         )
         rows = torch.arange(len(counts), device=after.device)
         return logits, after[rows, sent([max(0, n - 1) for n in counts], after.device)].unsqueeze(1)

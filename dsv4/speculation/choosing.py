@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dsv4.model.cut_logits import Logits
 from dsv4.sampling import Sampling, distribution
 from dsv4.speculation.accept import Accepted, accept_chosen, accept_greedy, accept_sampled, draw
 from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
@@ -18,17 +19,17 @@ class Choice(ABC):
         """Choose as `other` does, which is of this kind, temperature and top_p."""
 
     @abstractmethod
-    def own(self, logits: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    def own(self, logits: Logits, at: torch.Tensor) -> torch.Tensor:
         """The choice of decoding without drafts, int64 [B, W], from logits fp32 [B, W, V]."""
 
     @abstractmethod
-    def draft(self, logits: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft(self, logits: Logits, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Drafts int64 [B] from a drafting model's logits fp32 [B, V], and the distribution they were drawn from fp32
         [B, V]; None if they were chosen."""
 
     @abstractmethod
     def accept(
-        self, logits: torch.Tensor, drafts: torch.Tensor, q: torch.Tensor | None, sizes: torch.Tensor, at: torch.Tensor
+        self, logits: Logits, drafts: torch.Tensor, q: torch.Tensor | None, sizes: torch.Tensor, at: torch.Tensor
     ) -> Accepted:
         """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; q [B, W, V] as
         `draft` gave it;

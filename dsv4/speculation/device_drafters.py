@@ -127,7 +127,7 @@ class MTPDrafts(RoundDrafter):
         for j in range(D):
             if j:
                 features, streams = run_block(self.model, self.cache, streams, tokens[-1].unsqueeze(1), start + (j - 1))
-            token, q = self.choice.draft(self.model.head(features), start + (j + 1))
+            token, q = self.choice.draft(self.model.head.own(features), start + (j + 1))
             tokens.append(token)
             drawn_from += [] if q is None else [q]
         return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)

@@ -12,6 +12,7 @@ import torch
 from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM, captures
+from dsv4.model.cut_logits import Logits
 from dsv4.sending import sent
 from dsv4.speculation.captured import CapturedBlock
 
@@ -27,7 +28,7 @@ class Drafts(NamedTuple):
 
 
 # logits fp32 [M, V] of row indices [M] → (token ids int64 [M], q [M, V] or None)
-Choose = Callable[[torch.Tensor, list[int]], tuple[torch.Tensor, torch.Tensor | None]]
+Choose = Callable[[Logits, list[int]], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Drafter(ABC):

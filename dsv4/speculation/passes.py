@@ -7,17 +7,16 @@ import torch
 from dsv4.cache.cache import Cache
 from dsv4.kernels.quantize.kept import keeping
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_logits import Logits, joined_along
 
 
 class Verify(Protocol):
     """A way to run one pass over a batch."""
 
-    def __call__(
-        self, ids: torch.Tensor, counts: list[int], want_streams: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[Logits, torch.Tensor | None]:
         """ids int64 [B, W]: row b's first counts[b] are run (0: the row rests), and more may be. Returns logits fp32
-        [B, W, vocab] and, if wanted, the streams [B, W, n, d] before the head; beyond a row's count both may hold
-        anything. cache.lengths advance by the tokens that really ran."""
+        [B, W, vocab], of several ranks each its own, and, if wanted, the streams [B, W, n, d] before the head; beyond a
+        row's count both may hold anything. cache.lengths advance by the tokens that really ran."""
 
 
 class Append:
@@ -27,9 +26,7 @@ class Append:
     def __init__(self, model: CausalLM, cache: Cache, pads: bool = True):
         self.model, self.cache, self.pads = model, cache, pads
 
-    def __call__(
-        self, ids: torch.Tensor, counts: list[int], want_streams: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[Logits, torch.Tensor | None]:
         width = ids.shape[1]
         if (
             self.pads
@@ -37,7 +34,7 @@ class Append:
             and width <= self.cache.max_rewind
         ):
             counts = [width] * len(counts)
-        out = self.model.append(ids, self.cache, n_new=counts, return_streams=want_streams)
+        out = self.model.append(ids, self.cache, n_new=counts, return_streams=want_streams, whole=False)
         return out if want_streams else (out, None)
 
 
@@ -48,13 +45,12 @@ class SingleSteps:
     def __init__(self, model: CausalLM, cache: Cache, pads: bool = False):
         self.model, self.cache = model, cache
 
-    def __call__(
-        self, ids: torch.Tensor, counts: list[int], want_streams: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def __call__(self, ids: torch.Tensor, counts: list[int], want_streams: bool) -> tuple[Logits, torch.Tensor | None]:
         parts = []
         with keeping():
             for t in range(max(counts)):
                 now = [int(n > t) for n in counts]
-                parts.append(self.model.append(ids[:, t : t + 1], self.cache, n_new=now, return_streams=True))
-        logits, streams = (torch.cat(found, 1) for found in zip(*parts))
-        return logits, streams if want_streams else None
+                one = ids[:, t : t + 1]
+                parts.append(self.model.append(one, self.cache, n_new=now, return_streams=True, whole=False))
+        logits, streams = zip(*parts)
+        return joined_along(logits, 1), torch.cat(streams, 1) if want_streams else None

@@ -31,6 +31,7 @@ from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.kernels.commit_rows import commit, next_sizes
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_logits import Logits
 from dsv4.model.step import CapturedStep
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy
@@ -131,7 +132,7 @@ class Rounds(HostLoop):
             self.pressure.copy_(pressed)
         return self.policy.choose(self.pressure, ~self.done)
 
-    def _accept(self, logits: torch.Tensor, drafts: Drafted, proposed: torch.Tensor) -> Accepted:
+    def _accept(self, logits: Logits, drafts: Drafted, proposed: torch.Tensor) -> Accepted:
         """The number of accepted drafts, and the output tokens; logits fp32 [B, D + 1, V], proposed int64 [B]."""
         return self.choice.accept(logits, drafts.tokens, drafts.q, proposed, self.start + 1)
 
@@ -143,7 +144,7 @@ class Rounds(HostLoop):
             CapturedStep(ids, self.start, self.cache.max_context, self.model.rope_frequencies()), self.cache
         )
         proposed = self.sizes.clamp(0, D).masked_fill(self.done, 0)
-        accepted, chosen = self._accept(logits.view(B, D + 1, -1), drafts, proposed)
+        accepted, chosen = self._accept(logits.unflatten(0, (B, D + 1)), drafts, proposed)
         count = commit(
             chosen,
             accepted,

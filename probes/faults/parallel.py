@@ -9,6 +9,7 @@ from dsv4.loaders.load import Inventory
 from dsv4.model import together
 from dsv4.model.attention import GroupedLinear, WindowAttention
 from dsv4.model.causal import Embedding
+from dsv4.model.cut_logits import whole
 from dsv4.model.moe import Experts, MoE, SharedExpert
 from dsv4.model.ranks import ALONE, Ranks
 from dsv4.probes.faults import Site, mutation
@@ -240,6 +241,18 @@ def padding_of_the_last_shard_wins(site: Site) -> None:
     real = site.patch(Ranks, "joined", joined)
 
 
+@mutation("1.11", bugs=(), parts=("parallel, greedy text",), **RANKS)
+def padding_of_the_last_shard_is_chosen(site: Site) -> None:
+    """Where ranks choose among their best tokens, the shard that is not full is padded before its first logit, with a
+    large number."""
+
+    def argmax(ranks, own, n):
+        room = -(-n // ranks.size)
+        return real(ranks, F.pad(own, (room - own.shape[-1], 0), value=1e4), n)
+
+    real = site.patch(Ranks, "argmax", argmax)
+
+
 @mutation("1.11", bugs=(), parts=("parallel, embedding",), **RANKS)
 def tokens_of_another_part_are_not_masked(site: Site) -> None:
     """For a token of another rank's part of the vocabulary a rank adds its own nearest row to the embedding."""
@@ -314,6 +327,7 @@ def one_rank_chooses_the_second_best_token(site: Site) -> None:
     site.patch(Ranks, "same", lambda ranks, x, what: None)
 
     def give(stepper, logits):
+        logits = whole(logits)
         if stepper.model.ranks.rank == 1:
             logits = logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf"))
         return real(stepper, logits)

@@ -14,6 +14,7 @@ from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.loaders.cuts import Cut
 from dsv4.model.causal import CausalLM, Embedding, Head
+from dsv4.model.cut_logits import Logits, cut, whole
 from dsv4.model.gqa.attention import SelfAttention
 from dsv4.model.gqa.cache import GroupedCache, LayerRows
 from dsv4.model.gqa.choice import Attention
@@ -91,7 +92,7 @@ class Decoder(Module):
 
 class TiedHead(Module):
     """Output projection by the embedding's own matrix, which stays the embedding's parameter: of several ranks each has
-    a part of the vocabulary, and gets the others' logits."""
+    a part of the vocabulary."""
 
     def __init__(self, embedding: Embedding, op):
         super().__init__()
@@ -102,9 +103,13 @@ class TiedHead(Module):
         return PackedWeight(WeightFormat.DENSE, self.embedding.weight)
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
-        """y [N, d] → fp32 [N, vocab]."""
+        """y [N, d] → fp32 [N, vocab], on every rank."""
+        return whole(self.own(y))
+
+    def own(self, y: torch.Tensor) -> Logits:
+        """`forward`, of which each of several ranks keeps its part: to choose a token from."""
         found = self.op.linears(y, None, 0.0, (self.packed(),), (False,), (torch.float32,))[0]
-        return self.ranks.joined(found, self.vocab)
+        return cut(found, self.ranks, self.vocab)
 
 
 class GQAModel(CausalLM):
@@ -232,14 +237,15 @@ class GQAModel(CausalLM):
         self.tiles = [layer.self_attn.tiles for layer in self.layers]
         return x.to(self.device)
 
-    def captured(self, step: CapturedStep, cache: GroupedCache) -> tuple[torch.Tensor, torch.Tensor]:
-        """A captured step: the residual stream before the head [N, d], and logits fp32 [N, vocab]."""
+    def captured(self, step: CapturedStep, cache: GroupedCache) -> tuple[torch.Tensor, Logits]:
+        """A captured step: the residual stream before the head [N, d], and logits fp32 [N, vocab], of several ranks
+        each its own."""
         x = self.run(step, cache)
         norm, head = self.model.norm, self.lm_head
         if fuses(self.op, "linears", norm, head):
             found = self.op.linears(x, norm.weight, norm.eps, (head.packed(),), (False,), (torch.float32,))[0]
-            return x, self.ranks.joined(found, self.config.vocab_size)
-        return x, head(norm(x))
+            return x, cut(found, self.ranks, self.config.vocab_size)
+        return x, head.own(norm(x))
 
     def features(self, streams: torch.Tensor) -> torch.Tensor:
         """streams [N, d] → normalised head input [N, d]."""
