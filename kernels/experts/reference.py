@@ -15,9 +15,10 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.
 def shared_expert(
     x, w1: PackedWeight, w3: PackedWeight, w2: PackedWeight, limit: float, simulate: bool
 ) -> torch.Tensor:
-    """w2·(silu(min(w1 x, limit))·clamp(w3 x, ±limit)): x [N, D] → fp32 [N, D]. w1 gate, w3 up, w2 down."""
+    """w2·(silu(min(w1 x, limit))·clamp(w3 x, ±limit)): x [N, D] → fp32 [N, D], not rounded after w2, so that parts of
+    the width add up to the whole. w1 gate, w3 up, w2 down."""
     h = clamped_swiglu(linear(x, w1, simulate), linear(x, w3, simulate), limit).to(x.dtype)
-    return linear(h, w2, simulate).float()
+    return linear(h.float(), w2, simulate)
 
 
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:

@@ -78,24 +78,23 @@ def _mixture(
     out = torch.empty(N, d, dtype=dtype, device=x.device)
     if not N:
         return out
-    alone = out if pairs is None else None  # the shared expert's rows are the result
     few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.weight.shape[0])
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= TOKENS
     y = ys = None
     if streams or fused:
-        y, ys = stream_experts(
-            x, pairs if streams else None, beside if fused else None, limit, simulate, simulate_shared, alone
-        )
+        given = pairs if streams else None, beside if fused else None
+        y, ys = stream_experts(x, *given, limit, simulate, simulate_shared)
     if pairs is not None and not streams:
         y = tile_experts(name, x, pairs, limit, simulate)
     if shared is not None and not fused:
-        ys = tile_shared(name, x, shared, limit, simulate_shared, alone)
-    if pairs is not None:
-        block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
-        combine_experts[(N, triton.cdiv(d, block))](
-            y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
-        )
+        ys = tile_shared(name, x, shared, limit, simulate_shared)
+    if pairs is None:
+        return ys
+    block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
+    combine_experts[(N, triton.cdiv(d, block))](
+        y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
+    )
     return out
 
 

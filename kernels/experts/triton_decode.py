@@ -375,7 +375,7 @@ def _down_tile(
     )
     if G is not None:
         y *= tl.load(G + tl.minimum(o, D - 1) // (D // PARTS))[:, None]
-    y = narrow(rounded(y, H.dtype.element_ty), Y.dtype.element_ty)
+    y = narrow(y, Y.dtype.element_ty)
     tl.store(Y + ids[None, :] * D + o[:, None], y, mask=(o[:, None] < D) & (t[None, :] < count))
 
 
@@ -423,8 +423,7 @@ def down(
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Down projection: Y [P, D] of the pairs and YS [N, D] of the shared expert, rounded to the dtype of H or HS.
-    Arguments as for `gate_up`."""
+    """Down projection: Y [P, D] of the pairs and YS [N, D] of the shared expert. Arguments as for `gate_up`."""
     launch_dependents(EARLY)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
     programs = tl.num_programs(0)

@@ -66,16 +66,14 @@ def tile_shared(
     shared: tuple[PackedWeight, PackedWeight, PackedWeight],
     limit: float,
     simulate: bool,
-    out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The shared expert [N, d] in x.dtype, or, rounded to its dtype, in `out`: two products, SwiGLU, product."""
+    """The shared expert fp32 [N, d]: two products, SwiGLU, product."""
     w1, w3, w2 = shared
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
     N, I = gate.shape
     h, block = torch.empty_like(gate), min(GATE_TILE, next_power(I))
     _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, I, block, 0, num_warps=4)
-    y = products(name, h, None, 0.0, (w2,), (simulate,), (x.dtype,))[0]
-    return y if out is None else out.copy_(y)
+    return products(name, h, None, 0.0, (w2,), (simulate,), (torch.float32,))[0]
 
 
 def _product(

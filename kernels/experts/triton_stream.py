@@ -86,11 +86,9 @@ def stream_experts(
     limit: float,
     simulate: bool,
     simulate_shared: bool,
-    out: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Rows of the pairs [P, d] and of the shared expert [N, d], in x.dtype; the latter in `out`, if given, rounded to
-    its dtype. With up to TOKENS tokens each token has the bits that it has alone (a shared expert in MXFP4: from three
-    tokens on).
+    """Rows of the pairs [P, d] in x.dtype and of the shared expert fp32 [N, d]. With up to TOKENS tokens each token has
+    the bits that it has alone (a shared expert in MXFP4: from three tokens on).
 
     Two launches, three if there are pairs to sort.
     """
@@ -117,7 +115,7 @@ def stream_experts(
         shared_I, fp32 = shared.w2.K, dot_in_fp32(x) or "fp32" in (shared.w1.format, shared.w2.format)
         shared_first = Part(shared.w1, simulate_shared and rounded is None, few, fp32, 4, apart(shared.w1, fp32, N))
         shared_second = Part(shared.w2, simulate_shared, few, fp32, 8, apart(shared.w2, fp32, N))
-        hs, ys = new(N, shared_I), new(N, d) if out is None else out
+        hs, ys = new(N, shared_I), torch.empty(N, d, dtype=torch.float32, device=x.device)
     xr, xs = x if rounded is None else rounded, rounded if simulate_shared and rounded is not None else x
     w1, w3, w2s = (None,) * 3 if shared is None else shared
     ahead, larger = early(x.device), 0 if first is None or not first.apart or N <= 2 else 1 if N <= TOKENS else 2

@@ -68,3 +68,16 @@ def test_gate_is_clamped_from_above_only():
     got = shared_expert(x, *w, 10.0, False)
     silu = lambda v: v / (1 + torch.exp(torch.tensor(-v)).item())
     assert got[0].tolist() == pytest.approx([silu(10.0) * 10, silu(-50.0) * -10, silu(3.0) * 3, 0.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("simulate", [False, True], ids=["plain", "simulated"])
+def test_parts_of_a_shared_experts_width_add_up_to_the_whole_in_bf16_too(simulate):
+    """A part that is rounded before the sum would be off by up to 2^-9 of its size."""
+    g = torch.Generator().manual_seed(5)
+    x, I = torch.randn(20, 64, generator=g).bfloat16(), 384
+    w1, w3, w2 = (torch.randn(*shape, generator=g) for shape in ((I, 64), (I, 64), (64, I)))
+    of = lambda i: [pack(w, "fp8") for w in (w1[i].contiguous(), w3[i].contiguous(), w2[:, i].contiguous())]
+    parts = [shared_expert(x, *of(slice(start, start + 128)), 10.0, simulate) for start in range(0, I, 128)]
+    whole = shared_expert(x, *of(slice(0, I)), 10.0, simulate)
+    assert whole.dtype == torch.float32 and not torch.equal(whole, whole.bfloat16().float())
+    assert (sum(parts) - whole).abs().max() < 1e-5 * whole.abs().max()

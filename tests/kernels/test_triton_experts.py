@@ -117,7 +117,6 @@ def test_shared_expert(form, simulate, N):
         x = randn(N, d).to(dtype)
         got = gpu.shared_expert(x, *w, LIMIT, simulate)
         assert got.dtype is torch.float32
-        assert torch.equal(got, got.to(dtype).float())
         assert distance(got, literal_shared(x, *w, simulate)) < tolerance(dtype, simulate)
 
 
