@@ -1,5 +1,5 @@
-"""Every operation that a model binds, by name: `OPERATIONS` of the DeepSeek-V4 model, `GQA_OPERATIONS` of GQA
-models."""
+"""Every operation that a model binds, by name: `OPERATIONS` of the DeepSeek-V4 model, `TIER_OPERATIONS` of one with
+entries or experts in host memory, `GQA_OPERATIONS` of GQA models."""
 
 import torch
 
@@ -23,7 +23,7 @@ from dsv4.kernels.rope import rotate
 from dsv4.kernels.rotary_rows import rotary_rows
 from dsv4.kernels.router import route_hashed, route_scored
 from dsv4.kernels.silu_mul import silu_mul
-from dsv4.kernels.staging import fetch, write_back
+from dsv4.kernels.staging import bring, fetch, write_back
 
 OPERATIONS = {
     op.name: op
@@ -66,6 +66,7 @@ GQA_OPERATIONS = {
         write_back,
     )
 }
+TIER_OPERATIONS = {op.name: op for op in (bring, fetch)}
 
 if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
     settle()

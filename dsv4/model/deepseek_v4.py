@@ -13,7 +13,7 @@ from dsv4.cache.layout import LatentLayout
 from dsv4.errors import InputError
 from dsv4.kernels.dispatch import bind
 from dsv4.kernels.fusions import COMPOSITIONS
-from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.operations import OPERATIONS, TIER_OPERATIONS
 from dsv4.model.arguments import (
     check_cache,
     check_chunk,
@@ -89,8 +89,7 @@ class Model(CausalLM):
         memory = self.host_memory(memory)
         if memory is None:
             return LatentLayout(*given)
-        operation = bind({"fetch": GQA_OPERATIONS["fetch"]}, self.backend, self.dispatch).fetch
-        return StagedLayout(*given, memory, operation)
+        return StagedLayout(*given, memory, bind(TIER_OPERATIONS, self.backend, self.dispatch).fetch)
 
     @torch.inference_mode()
     def mtp_logits(

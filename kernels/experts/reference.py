@@ -26,9 +26,10 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
 
     x [N, D]; indices int64 [N, k]; routing fp32 [N, k]; w13 [E, 2I, D] (gate rows, then up rows);
     w2 [E, D, I]. The routing weight multiplies before w2, where the result is rounded to
-    x.dtype. simulate as in `linear`. Returns fp32 [N, D].
+    x.dtype. simulate as in `linear`. A token's experts are added in the order of its list, so the sum does not depend
+    on how experts are numbered. Returns fp32 [N, D].
     """
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    out = torch.empty(indices.numel(), x.shape[1], dtype=torch.float32, device=x.device)
     flat, order = indices.flatten().sort(stable=True)
     token = order // indices.shape[1]
     weights = routing.flatten().index_select(0, order)
@@ -40,5 +41,5 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
         y = linear(x.index_select(0, token[mine]), expert(w13, e), simulate)
         gate, up = y.chunk(2, -1)
         h = clamped_swiglu(gate, up, limit).mul_(weights[mine].unsqueeze(-1)).to(x.dtype)
-        out.index_add_(0, token[mine], linear(h, expert(w2, e), simulate).float())
-    return out
+        out[order[mine]] = linear(h, expert(w2, e), simulate).float()
+    return sum(out.view(*indices.shape, -1).unbind(1), torch.zeros_like(x, dtype=torch.float32))

@@ -78,7 +78,7 @@ def _mixture(
     out = torch.empty(N, d, dtype=dtype, device=x.device)
     if not N:
         return out
-    few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.weight.shape[0])
+    few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= TOKENS
     y = ys = None

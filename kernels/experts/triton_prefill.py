@@ -23,7 +23,7 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     """Rows of the pairs [P, d] in x.dtype: sort, gate and up projection, SwiGLU, down projection, with the roundings of
     `simulate` between."""
     indices, routing, w13, w2 = routed
-    (N, d), k, E, I = x.shape, indices.shape[1], w13.weight.shape[0], w2.K
+    (N, d), k, E, I = x.shape, indices.shape[1], w13.stack, w2.K
     P, fp32 = N * k, dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
     bt = tile_tokens(P, E, 32 if fp32 else 64 if order(w13) == 4 else 128)
     x, ordered = arrange(x, order(w13)), order(w2)
@@ -89,7 +89,7 @@ def _product(
 ) -> None:
     """y [P, O]: row p of x (shared by `each` pairs) times its expert's matrix."""
     bo, bk, warps = tile_shape(name, w, bt, fp32)
-    blocks = blocks_of(y.shape[0], w.weight.shape[0], bt)
+    blocks = blocks_of(y.shape[0], w.stack, bt)
     weight = tile_words(w)
     scales = 1 if w.scale is None else w.scale.shape[-2] * w.scale.shape[-1]
     _expert_product[(triton.cdiv(w.O, bo), blocks)](

@@ -98,7 +98,7 @@ def stream_experts(
     blocks = k = I = shared_I = nh = 1
     if routed is not None:
         indices, routing, w13, w2 = routed
-        (_, k), E, I = indices.shape, w13.weight.shape[0], w2.K
+        (_, k), E, I = indices.shape, w13.stack, w2.K
         fp32 = dot_in_fp32(x) or "fp32" in (w13.format, w2.format)
         nh = 1 if N * k <= 2 * E else few
         split = (nh == 1 or N <= TOKENS) and apart(w13, fp32, 1) and apart(w2, fp32, 1)

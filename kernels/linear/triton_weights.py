@@ -13,7 +13,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 class Held(NamedTuple):
     """A weight [..., O, K]. scale uint8 (E8M0 or E4M3 bytes), fp32 (FP8) or None; glob fp32 [..., parts] of NVFP4 or
-    None."""
+    None. of: as in `PackedWeight`."""
 
     format: str
     weight: torch.Tensor
@@ -22,6 +22,12 @@ class Held(NamedTuple):
     O: int
     K: int
     block: tuple[int, int]
+    of: int | None = None
+
+    @property
+    def stack(self) -> int:
+        """Matrices of the stack, or of the one whose slots these are."""
+        return self.weight.shape[0] if self.of is None else self.of
 
     @property
     def words(self) -> torch.Tensor:
@@ -69,7 +75,7 @@ def hold(name: str, w: PackedWeight) -> Held:
     if scale is not None:
         scale = scale.contiguous()
         scale = scale if scale.dtype is torch.float32 else scale.view(torch.uint8)
-    return Held(form, weight, scale, glob, O, K, block)
+    return Held(form, weight, scale, glob, O, K, block, w.of)
 
 
 def check(name: str, x: torch.Tensor, K: int) -> torch.Tensor:

@@ -27,8 +27,8 @@ def keeping():
 
 
 def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
-    """`to_float`, kept; the result must not be written to."""
-    if _kept is None or w.format is WeightFormat.DENSE:
+    """`to_float`, kept unless the matrix is in a slot; the result must not be written to."""
+    if _kept is None or w.format is WeightFormat.DENSE or w.of is not None:
         return to_float(w, rows)
     span = (rows or slice(None)).indices(w.out_features)
     key = (w.weight.data_ptr(), w.weight.shape, span)

@@ -42,6 +42,10 @@ class PackedWeight(NamedTuple):
     DENSE: weight only. FP8: weight float8_e4m3fn [..., O, K], scale [..., ⌈O/bo⌉, ⌈K/bk⌉]. MXFP4: weight
     uint8 [..., O, K/2], scale float8_e8m0fnu [..., O, K/32]. NVFP4: weight uint8 [..., O, K/2], scale
     float8_e4m3fn [..., O, K/16], global_scale fp32 [..., P] for P matrices stacked along O.
+
+    of: where the stack is a pool of slots, of how many matrices the slots hold some. Slots change between calls, so
+    nothing that is computed from them may be kept. Kernels choose tiles by that number, so that the bits are those of
+    the whole stack. None: the stack is all there is.
     """
 
     format: WeightFormat
@@ -49,6 +53,7 @@ class PackedWeight(NamedTuple):
     scale: torch.Tensor | None = None
     global_scale: torch.Tensor | None = None
     block: tuple[int, int] = (128, 128)
+    of: int | None = None
 
     @property
     def out_features(self) -> int:
@@ -181,7 +186,7 @@ def expert(w: PackedWeight, e) -> PackedWeight:
         if isinstance(e, int)
         else (lambda t: None if t is None else _rows(t, e))
     )
-    return PackedWeight(w.format, pick(w.weight), pick(w.scale), pick(w.global_scale), w.block)
+    return PackedWeight(w.format, pick(w.weight), pick(w.scale), pick(w.global_scale), w.block, w.of)
 
 
 def _rows(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,9 @@ from dsv4.kernels.staging.table import Pool, items_of, new_table, paired
 
 
 def fetch_inputs(w, draw, **shape) -> tuple:
-    """Of a GQA model blocks of keys and values, of a V4 model entries."""
+    """Of a GQA model blocks of keys and values, of a V4 model entries, or experts."""
+    if "experts" in shape:
+        return _experts(w, draw, **shape)
     return (_blocks if w.num_key_value_heads else _entries)(w, draw, **shape)
 
 
@@ -30,6 +32,27 @@ def _entries(w, draw, listed, slots, form=None, entries=1 << 15) -> tuple:
     else:
         pools = tuple(paired(getattr(there, part), getattr(here, part)) for part in ("payload", "scales"))
     return _fetched(draw, 1, pools, entries, listed, slots, 4, False)
+
+
+def _experts(w, draw, listed, slots, experts=8) -> tuple:
+    """Experts in MXFP4, of which each part is an item of a pool."""
+    pools = expert_pools(w, draw.device, experts, slots)
+    return _fetched(draw, 1, pools, experts, listed, slots, 1, False)
+
+
+def expert_pools(w, device, experts: int, slots: int) -> tuple[Pool, ...]:
+    """The codes of w13 and of w2, and their scales."""
+    d, I = w.hidden_size, w.moe_intermediate_size
+    rows = lambda n, width: torch.zeros(1, n, 1, width, dtype=torch.uint8, device=device)
+    sizes = I * d, d * I // 2, 2 * I * d // 32, d * I // 32
+    return tuple(paired(rows(experts, n), rows(slots, n)) for n in sizes)
+
+
+def bring_inputs(w, draw, listed, slots, experts=8) -> tuple:
+    """Every chosen expert of a layer, of which the first `slots` are in slots."""
+    table, pools, wanted, *_ = _experts(w, draw, listed, slots, experts)
+    places = tuple(torch.zeros_like(pool.host) for pool in pools)
+    return table, pools, places, wanted
 
 
 def _fetched(draw, groups: int, pools: tuple[Pool, ...], items: int, listed: int, slots: int, unit: int, tail) -> tuple:
@@ -62,8 +85,10 @@ def written_sizes(w) -> dict:
 
 BLOCKS = [dict(listed=n, slots=s, block=b) for n, s, b in ((32, 64, 128), (32, 256, 128), (256, 1024, 16))]
 ENTRIES = [dict(listed=512, slots=s, form=form) for s in (1024, 4096) for form in (None, RowFormat.KV_FP8)]
+EXPERTS = [dict(listed=6, slots=7, experts=8)]
 CONTRACTS = ()
 PRODUCTIONS = {
-    "fetch": Production(fetch_inputs, lambda w: {"compiled": BLOCKS if w.num_key_value_heads else ENTRIES}),
+    "fetch": Production(fetch_inputs, lambda w: {"compiled": BLOCKS if w.num_key_value_heads else ENTRIES + EXPERTS}),
+    "bring": Production(bring_inputs, lambda w: {"compiled": EXPERTS}),
     "write_back": Production(write_inputs, written_sizes),
 }

@@ -88,10 +88,49 @@ def fetch(
 def _copy(pool: Pool, taken: torch.Tensor, item: torch.Tensor) -> None:
     """Copy items [G, slots] to their slots, where there is one to copy."""
     host, staged = pool
-    group, per = torch.arange(host.shape[0], device=staged.device).unsqueeze(1), host.shape[2]
-    slot = torch.arange(taken.shape[1], device=staged.device).expand_as(item)
-    at = (group, slot // per, slot % per)
-    staged[at] = torch.where(taken.unsqueeze(2), host[group, item // per, item % per], staged[at])
+    per = host.shape[2]
+    group, slot = taken.nonzero(as_tuple=True)
+    item = item[group, slot]
+    staged[group, slot // per, slot % per] = host[group, item // per, item % per]
+
+
+def bring(table: SlotTable, pools: tuple[Pool, ...], places: tuple[torch.Tensor, ...], wanted: torch.Tensor) -> None:
+    """Copy the wanted items to `places`, item i to place i: from the slot that holds it, or else from host memory.
+
+    wanted int32 or int64 [G, n]: items, each at most once, −1 = nothing. places: of each pool one, of the pool's form
+    [G, pages, per, width], with a place for every item. The table is not changed. Raises UnsupportedInput.
+    """
+    check_places(table, pools, places, wanted)
+    found = (wanted >= 0).unsqueeze(2) & (table.held.unsqueeze(1) == wanted.unsqueeze(2))  # [G, n, slots]
+    staged, slot = found.any(2), found.int().argmax(2)
+    for pool, place in zip(pools, places):
+        per = place.shape[2]
+        for held, source, number in ((staged, pool.staged, slot), (~staged & (wanted >= 0), pool.host, wanted.long())):
+            group, i = held.nonzero(as_tuple=True)
+            item, number = wanted[group, i], number[group, i]
+            place[group, item // per, item % per] = source[group, number // per, number % per]
+
+
+def check_places(
+    table: SlotTable, pools: tuple[Pool, ...], places: tuple[torch.Tensor, ...], wanted: torch.Tensor
+) -> None:
+    """Raise UnsupportedInput for lists and places that do not fit the table and the pools."""
+    G, items = table.where.shape
+    if wanted.dtype not in (torch.int32, torch.int64) or wanted.dim() != 2 or wanted.shape[0] != G:
+        raise UnsupportedInput(f"bring takes lists int32 or int64 [{G}, n]; found {wanted.dtype} {tuple(wanted.shape)}")
+    if len(places) != len(pools):
+        raise UnsupportedInput(f"bring: {len(pools)} pools and {len(places)} places; expected as many")
+    for pool, place in zip(pools, places):
+        if (
+            place.dtype is not pool.host.dtype
+            or place.shape[0] != G
+            or place.shape[2:] != pool.host.shape[2:]
+            or place.shape[1] * place.shape[2] < items
+        ):
+            raise UnsupportedInput(
+                f"bring: items {pool.host.dtype} {tuple(pool.host.shape)} of a table of {items} got places "
+                f"{place.dtype} {tuple(place.shape)}; expected one for each, of the same width"
+            )
 
 
 def write_back(

@@ -31,13 +31,13 @@ def fetch(
     tail: bool,
     run: int = 0,
 ) -> torch.Tensor:
-    """Computes what the reference does, for up to 4096 slots a group and one or two pools. There are always two
-    launches: a step of a layer pays the first for the search, and the second for the missing bytes."""
+    """Computes what the reference does, for up to 4096 slots a group. A step of a layer pays one launch for the search,
+    and one for the missing bytes of each two pools."""
     require_device("fetch", *table, wanted, start, *(t for pool in pools for t in pool))
     reference.check_lists(table, pools, wanted, start, unit, tail)
     (G, n), slots = wanted.shape, table.held.shape[1]
-    if slots > LISTED or len(pools) not in (1, 2):
-        raise UnsupportedInput(f"fetch takes up to {LISTED} slots and one or two pools; found {slots} and {len(pools)}")
+    if slots > LISTED or not pools:
+        raise UnsupportedInput(f"fetch takes up to {LISTED} slots and at least a pool; found {slots} and {len(pools)}")
     wanted, pdl = wanted.contiguous(), dependent_launch(wanted.device)
     found, missing = torch.empty_like(wanted), torch.empty(G, n, dtype=torch.int32, device=wanted.device)
     if not n or not G:
@@ -67,6 +67,14 @@ def fetch(
         num_warps=place_warps(max(size)),
         launch_pdl=pdl,
     )
+    for at in range(0, len(pools), 2):
+        _copy_pools(pools[at : at + 2], found, missing, run, pdl)
+    return found
+
+
+def _copy_pools(pools: tuple[Pool, ...], found: torch.Tensor, missing: torch.Tensor, run: int, pdl: bool) -> None:
+    """Copy the missing items of one pool, or of two."""
+    G, n = found.shape
     first, second = pools[0], pools[-1]
     chunks = [min(CHUNK, max(1, next_power(p.host.shape[3]))) for p in pools]
     parts = [triton.cdiv(p.host.shape[3], c) for p, c in zip(pools, chunks)]
@@ -97,9 +105,41 @@ def fetch(
         num_warps=max(1, min(4, max(chunks) // 256)),
         launch_pdl=pdl,
     )
-    return found
 
 
+def bring(table: SlotTable, pools: tuple[Pool, ...], places: tuple[torch.Tensor, ...], wanted: torch.Tensor) -> None:
+    """Computes what the reference does, in one launch a pool."""
+    require_device("bring", table.held, table.where, wanted, *places, *(t for pool in pools for t in pool))
+    reference.check_places(table, pools, places, wanted)
+    (G, n), wanted, pdl = wanted.shape, wanted.contiguous(), dependent_launch(wanted.device)
+    if not n or not G:
+        return
+    for pool, place in zip(pools, places):
+        width = pool.host.shape[3]
+        chunk = min(CHUNK, max(1, next_power(width)))
+        _bring[(triton.cdiv(width, chunk), n, G)](
+            wanted,
+            table.held,
+            table.where,
+            pool.host,
+            pool.staged,
+            place,
+            n,
+            table.held.shape[1],
+            table.where.shape[1],
+            *pool.host.stride()[:3],
+            *pool.staged.stride()[:3],
+            *place.stride()[:3],
+            place.shape[2],
+            width,
+            chunk,
+            pdl,
+            num_warps=max(1, min(4, chunk // 256)),
+            launch_pdl=pdl,
+        )
+
+
+bring.__doc__ = f"{reference.bring.__doc__}\n\n    {bring.__doc__}"
 fetch.__doc__ = f"{reference.fetch.__doc__}\n\n    {fetch.__doc__}"
 
 
@@ -289,6 +329,46 @@ def _copy(
                 B_WIDTH,
                 B_CHUNK,
             )
+
+
+@triton.jit
+def _bring(
+    WANTED,
+    HELD,
+    WHERE,
+    HOST,
+    STAGED,
+    PLACE,
+    n,
+    slots,
+    items,
+    h_group,
+    h_page,
+    h_row,
+    s_group,
+    s_page,
+    s_row,
+    p_group,
+    p_page,
+    p_row,
+    PER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (j, i, g): chunk j of the i-th wanted item of a group."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    j, g = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    item = tl.load(WANTED + g * n + tl.program_id(1)).to(tl.int64)
+    if item >= 0:
+        slot = tl.load(WHERE + g * items + item).to(tl.int64)
+        held = tl.load(HELD + g * slots + tl.maximum(slot, 0)).to(tl.int64)
+        if (slot >= 0) & (held == item):
+            _move(STAGED, PLACE, g, slot, item, j, s_group, s_page, s_row, p_group, p_page, p_row, PER, WIDTH, CHUNK)
+        else:
+            _move(HOST, PLACE, g, item, item, j, h_group, h_page, h_row, p_group, p_page, p_row, PER, WIDTH, CHUNK)
 
 
 def write_back(

@@ -20,7 +20,7 @@ from typing import Any
 from dsv4.kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.kernels.fusions import COMPOSITIONS
-from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
 from dsv4.model.gqa.model import GQA_COMPOSITIONS
 
 Plant = Callable[["Site"], None]
@@ -56,9 +56,8 @@ class Site:
 
     def kernel(self, name: str, change: Callable[[Callable], Callable]) -> None:
         """Replace operation `name` by change(what ran before) on every backend but `reference`, which stays the
-        definition: in the table of every family of models that has it (fetching from host memory is a GQA model's, and
-        CSA's entries take it from there)."""
-        for table in (OPERATIONS, GQA_OPERATIONS):
+        definition: in every table that has it."""
+        for table in (OPERATIONS, GQA_OPERATIONS, TIER_OPERATIONS):
             if name in table:
                 op = table[name]
                 others = {
@@ -71,7 +70,7 @@ class Site:
 
     def kernel_on(self, name: str, backend: str, function: Callable) -> None:
         """Replace operation `name` by `function` on one backend, in the table of every family that has it."""
-        for table in (OPERATIONS, GQA_OPERATIONS):
+        for table in (OPERATIONS, GQA_OPERATIONS, TIER_OPERATIONS):
             if name in table:
                 others = dict(table[name].implementations) | {backend: function}
                 self.patch_item(table, name, Operation(name, others))

@@ -26,7 +26,7 @@ from dsv4.kernels.contracts import productions
 from dsv4.kernels.draft_sizes import triton as draft_sizes
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.linear.drawn import FP8, MXFP4
-from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
+from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
 from dsv4.kernels.widths import FLASH, LLAMA, QWEN, Widths
 
 PROCESSORS = 132  # of an H100
@@ -143,7 +143,7 @@ def models(name: str) -> tuple[Widths, ...]:
 
 def launchers() -> dict[str, Callable]:
     """What has production calls → what launches it on a GPU."""
-    every = {**OPERATIONS, **GQA_OPERATIONS, **COMPOSITIONS, "block_scores": block_scores}
+    every = {**OPERATIONS, **GQA_OPERATIONS, **TIER_OPERATIONS, **COMPOSITIONS, "block_scores": block_scores}
     found = {name: op.implementations["triton"] for name, op in every.items() if "triton" in op.implementations}
     others = {f.__name__: f for f in (commit_rows.commit, commit_rows.record, draft_sizes.observe, draft_sizes.choose)}
     return found | others
