@@ -14,6 +14,7 @@ from dsv4.commands.generate import Session, drafts_asked, make_drafter, speculat
 from dsv4.engine.batch import REWIND, BatchEngine
 from dsv4.engine.device_batch import DeviceBatch
 from dsv4.engine.engine import Engine
+from dsv4.engine.expert_use import ExpertUse
 from dsv4.engine.report import check_can_report, document, request_document, write_report
 from dsv4.engine.requests import read_requests
 from dsv4.engine.state import Request, Result, percentiles
@@ -117,15 +118,24 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         write(documents[-1])
 
     found = list(read_requests(lines, encode, options.speculate))
+    if options.batched and session.model.expert_tier is not None:
+        session.model.expert_tier.check(options.rows)
+    use = ExpertUse(session.model)
     engine = new_engine(session.model, [r for r in found if isinstance(r, Request)], options, session.stop_ids, finish)
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
+    use.mark()
+    begun = time.perf_counter()
     engine.run()
+    seconds = time.perf_counter() - begun
+    use.mark()
     session.model.ranks.check()
     notes = [] if options.speculate == "off" else speculation_notes(session.model, options.together)
     firsts = [s for d in documents if (s := d["time_to_first_token_seconds"]) is not None]
     figures = engine.figures() | {"time_to_first_token_seconds": percentiles(firsts)}
     figures |= {"notes": termination_notes(session.model) + notes}
+    if experts := use.document(sum(len(d["token_ids"]) for d in documents), seconds):
+        figures["experts"] = experts
     if session.model.replacements:
         figures["kernels"] = user_kernels.documents(session.model)
     write({"figures": figures})

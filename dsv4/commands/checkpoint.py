@@ -10,11 +10,14 @@ from dsv4.commands.options import (
     AsJson,
     Cache,
     Checkpoint,
+    ExpertBudget,
+    ExpertsIn,
     IndexCache,
     KVMemory,
     Numerics,
     Reads,
     ReadTokens,
+    Resident,
     Staged,
     choice,
 )
@@ -120,12 +123,16 @@ def plan(
     attention_tokens: ReadTokens = None,
     kv_memory: KVMemory = "device",
     staged_blocks: Staged = None,
+    expert_memory: ExpertsIn = "device",
+    resident_experts: Resident = None,
+    expert_budget: ExpertBudget = None,
     as_json: AsJson = False,
 ):
     """Say whether a model fits a device. The first line answers; then come the bytes of the weights and of each cache
     stream, with formulas. Exit code 1 if it does not fit."""
     from dsv4.cache.host_tier.choice import memory_named
     from dsv4.commands import plan_tables
+    from dsv4.model.expert_memory import expert_memory_named
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import planning
 
@@ -143,6 +150,7 @@ def plan(
         memory_named(kv_memory, staged_blocks),
         gpus,
         tensor_parallel_size,
+        expert_memory_named(expert_memory, resident_experts, expert_budget),
     )
     if as_json:
         print_json(document)

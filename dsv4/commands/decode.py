@@ -21,6 +21,8 @@ from dsv4.commands.options import (
     DraftCosts,
     Drafting,
     Drafts,
+    ExpertBudget,
+    ExpertsIn,
     Guess,
     IndexCache,
     Kernels,
@@ -31,6 +33,7 @@ from dsv4.commands.options import (
     Quiet,
     Reads,
     ReadTokens,
+    Resident,
     Rule,
     Staged,
     TensorParallel,
@@ -91,6 +94,9 @@ def generate(
     kv_memory: KVMemory = "device",
     staged_blocks: Staged = None,
     guess_ahead: Guess = False,
+    expert_memory: ExpertsIn = "device",
+    resident_experts: Resident = None,
+    expert_budget: ExpertBudget = None,
     dummy_weights: Annotated[
         str | None, choice(DUMMIES, "A published geometry with random weights, instead of a checkpoint.")
     ] = None,
@@ -111,6 +117,7 @@ def generate(
     from dsv4.cache.host_tier.choice import memory_named
     from dsv4.commands import generate as run
     from dsv4.commands import tables
+    from dsv4.model.expert_memory import expert_memory_named
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import user_kernels
     from dsv4.runtime.threads import limited_threads
@@ -146,6 +153,8 @@ def generate(
         raise InputError("--think and --system belong to the chat format; add --chat")
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     where = memory_named(kv_memory, staged_blocks, guess_ahead, reads is not None and not reads.policy.dense)
+    experts = expert_memory_named(expert_memory, resident_experts, expert_budget)
+    experts = experts and experts.holding(1, request.context)
     kernels = user_kernels.kernels_named(kernel)
     run.parse_max_memory(max_memory)  # options are read before a checkpoint
     config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
@@ -165,6 +174,7 @@ def generate(
                 where,
                 kernels,
                 expert_parallel,
+                experts,
             )
         _say(user_kernels.before(session.model), quiet)
         session.tokenizer = tokenizer
@@ -256,6 +266,9 @@ def batch(
     terminate: Terminate = False,
     terminate_rule: Rule = None,
     kv_memory: KVMemory = "device",
+    expert_memory: ExpertsIn = "device",
+    resident_experts: Resident = None,
+    expert_budget: ExpertBudget = None,
     prefill_chunks: PrefillChunks = None,
     threads: Threads = None,
     quiet: Quiet = False,
@@ -266,6 +279,7 @@ def batch(
     from dsv4.commands import generate as run
     from dsv4.commands import tables
     from dsv4.commands.batch import Options, run_batch
+    from dsv4.model.expert_memory import expert_memory_named
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import user_kernels
     from dsv4.runtime.threads import limited_threads
@@ -278,6 +292,8 @@ def batch(
         )
     options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, loop, report)
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
+    experts = expert_memory_named(expert_memory, resident_experts, expert_budget)
+    experts = experts and experts.holding(rows, options.context)
     kernels, opened = user_kernels.kernels_named(kernel), []
     if loop == "device":
         check_device(device)
@@ -294,6 +310,7 @@ def batch(
                 attention=reads,
                 kernels=kernels,
                 by_expert=expert_parallel,
+                expert_memory=experts,
             )
         opened.append(session.model)
         _say(user_kernels.before(session.model), quiet)

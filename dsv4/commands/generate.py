@@ -20,6 +20,7 @@ from dsv4.model.causal import CausalLM, captures
 from dsv4.model.chat import chat_ids
 from dsv4.model.config import ModelConfig
 from dsv4.model.dummy import load_dummy
+from dsv4.model.expert_memory import ExpertMemory
 from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import load_model
@@ -175,6 +176,7 @@ class Session:
         kv_memory: HostMemory | None = None,
         kernels: Mapping[str, Replacement] | None = None,
         by_expert: bool = False,
+        expert_memory: ExpertMemory | None = None,
     ):
         """by_expert: of several ranks each has whole routed experts."""
         choices = joined(choices, by_expert)
@@ -195,6 +197,7 @@ class Session:
                 kv_memory=kv_memory,
                 kernels=kernels,
                 progress=progress,
+                expert_memory=expert_memory,
                 **asdict(choices),
             )
             self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
@@ -207,6 +210,7 @@ class Session:
             attention=attention,
             kv_memory=kv_memory,
             kernels=kernels,
+            expert_memory=expert_memory,
             **asdict(choices),
         )
         self.checkpoint = Path(checkpoint)
@@ -310,6 +314,7 @@ class Session:
                 "max_context": result.max_context,
             },
             "host_memory": result.host,
+            **({"experts": result.experts} if result.experts else {}),
             "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
             "attention": model.attention.document() if model.attention else None,
             "placement": model.placement,

@@ -205,6 +205,32 @@ Guess = Annotated[
         "trained ones.",
     ),
 ]
+ExpertsIn = Annotated[
+    str,
+    choice(
+        MEMORIES,
+        "Where routed experts are: on the device, or in pinned host memory, from which a step fetches those that the "
+        "router chose and that the device does not hold. The output is the same.",
+    ),
+]
+Resident = Annotated[
+    int | None,
+    typer.Option(
+        "--resident-experts",
+        min=1,
+        show_default=False,
+        help="With --expert-memory host: experts of each layer that stay on the device (default: as many as fit; on a "
+        "host processor a quarter).",
+    ),
+]
+ExpertBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--expert-budget",
+        show_default=False,
+        help="With --expert-memory host: bytes of the device for all that experts take there (40GiB), instead.",
+    ),
+]
 Kernels = Annotated[
     list[str] | None,
     typer.Option(

@@ -38,6 +38,11 @@ def plan(document: dict, console: Console) -> None:
         _ranks(document, console)
     elif len(document["gpus"]) > 1:
         _shares(document, console)
+    if held := document["experts"]:
+        console.print(
+            f"\nrouted experts: {held['resident']} of {held['of']} in each of {held['layers']} layers on the device, "
+            f"of {held['expert_bytes']} B each; the others are fetched from host memory when they are chosen"
+        )
     if document["pinned_bytes"]:
         free, pinned = document["host_free_bytes"], document["pinned_bytes"]
         console.print(

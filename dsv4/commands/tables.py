@@ -49,12 +49,32 @@ def generation_summary(document: Mapping, console: Console) -> None:
         + (f", pinned host memory {format_bytes(host['pinned_bytes'])}" if host else "")
         + f", peak {format_bytes(b['peak'])}"
     )
+    experts_use(document.get("experts"), console)
     kinds = Counter(row["kind"] for row in layers)
     ran = Counter(row["implementation"] for row in document["dispatch"] if row["calls"])
     where = ", ".join(sorted(set(document["placement"].values()))) or document["device"]
     console.print(
         f"path: {_counted(kinds)} layers on {where}; numerics {document['numerics']}, backend "
         f"{document['backend']}; operations by {_counted(ran)}"
+    )
+
+
+def experts_use(found: Mapping | None, console: Console) -> None:
+    """One line of routed experts in host memory, if they are there: hits, bytes a token, and the tokens a second that
+    the link allows beside those that were measured."""
+    if not found:
+        return
+    d, link = found["decode"], found["decode"]["link_bytes_per_second"]
+    allowed = d["link_tokens_per_second"]
+    rate = "the link was not measured on a CPU" if link is None else f"the link brings {link / 1e9:.1f} GB/s"
+    if link is not None:
+        rate += ", which does not limit" if allowed is None else f", which allows {allowed:.1f} tokens/s"
+    over = f"; {d['over_slots']} steps of a layer chose more experts than it has slots" if d["over_slots"] else ""
+    console.print(
+        f"experts: {found['resident']} of {found['of']} a layer on the device ({format_bytes(found['device_bytes'])}), "
+        f"all in {format_bytes(found['pinned_bytes'])} of host memory; {d['hits']} hits and {d['misses']} misses "
+        f"({d['hit_rate']:.1%} hit), {format_bytes(d['fetched_bytes_per_token'])} fetched a token; {rate}; measured "
+        f"{d['tokens_per_second']:.1f} tokens/s{over}"
     )
 
 
@@ -118,6 +138,7 @@ def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console
         console.print(f"… and {len(requests) - MOST_ROWS} more requests; stdout has all")
     for note in figures["notes"]:
         console.print(f"note: {note}")
+    experts_use(figures.get("experts"), console)
     failed = sum(r["error"] is not None for r in requests)
     drafted, accepted = (sum(r[key] for r in requests) for key in ("drafted", "accepted"))
     console.print(

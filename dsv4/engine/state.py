@@ -49,6 +49,7 @@ class Generation:
     cache_bytes: int = 0
     max_context: int = 0
     host: dict | None = None  # of a cache in host memory: `dsv4.cache.host_tier.grouped.host_use`
+    experts: dict | None = None  # of routed experts in host memory: `dsv4.engine.expert_use`
     speculation: Speculation | None = None  # counts of drafting, if tokens were drafted
     first_token: float | None = None
     between_tokens: list[float] = field(default_factory=list)

@@ -9,6 +9,7 @@ import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.cache.host_tier.grouped import host_use
+from dsv4.engine.expert_use import ExpertUse
 from dsv4.engine.limits import context_full
 from dsv4.engine.passes import Passes
 from dsv4.engine.state import Generation, Work
@@ -78,32 +79,39 @@ class Times(NamedTuple):
 
 def run(stepper: Stepper, on_prefill: OnPrefill) -> list[Generation]:
     """Run the requests of a stepper as `advance_all` does; their results, with times."""
-    times = advance_all(stepper, on_prefill)
+    use = ExpertUse(stepper.model)
+    times = advance_all(stepper, on_prefill, use)
+    experts = use.document(sum(len(row.result.token_ids) - 1 for row in stepper.rows), times.decode)
     for row in stepper.rows:
         out = row.result
+        out.experts = experts
         out.prefill_seconds, out.decode_seconds, out.capture_seconds = times
         out.host = host_use(stepper.cache)
     return [row.result for row in stepper.rows]
 
 
-def advance_all(stepper: Stepper, on_prefill: OnPrefill = None) -> Times:
-    """Run the requests of a stepper from an empty cache until each has ended. Raises as the stepper does; what came
-    until then has been told."""
-    rows, begun = stepper.rows, time.perf_counter()
+def advance_all(stepper: Stepper, on_prefill: OnPrefill = None, use: ExpertUse | None = None) -> Times:
+    """Run the requests of a stepper from an empty cache until each has ended. use: is marked before the prompts, before
+    decoding and at the end. Raises as the stepper does; what came until then has been told."""
+    rows, mark = stepper.rows, (lambda: None) if use is None else use.mark
+    mark()
+    begun = time.perf_counter()
     stepper.prefill(on_prefill)
     prefilled = time.perf_counter()
     stepper.first()
     try:
         if any(row.room for row in rows):
             stepper.prepare()
+        mark()  # not before: captures run steps too
         while any(row.active for row in rows):
             stepper.advance()
         stepper.finish()
     except BaseException:
         stepper.cancel()
         raise
-    captured = stepper.capture_seconds
-    return Times(prefilled - begun, time.perf_counter() - prefilled - captured, captured)
+    captured, ended = stepper.capture_seconds, time.perf_counter()
+    mark()
+    return Times(prefilled - begun, ended - prefilled - captured, captured)
 
 
 class SingleTokens(Stepper):

@@ -97,6 +97,8 @@ class CausalLM(Module):
         self.ledger: Any = None  # its dsv4.loaders.ledger.LoadLedger
         # `new_cache` keeps the growing part there: `dsv4.cache.host_tier.choice.HostMemory` (None: on the device)
         self.kv_memory: Any = None
+        # of a model with routed experts in host memory: `dsv4.model.host_experts.ExpertTier`
+        self.expert_tier: Any = None
         # what is read of the cache, for models with a choice: `dsv4.model.gqa.choice.Attention`
         self.attention: Any = None
         # tiles of each layer that the last step read before its attention terminated
@@ -188,8 +190,10 @@ class CausalLM(Module):
         `dsv4.cache.host_tier.choice.HostMemory` that keeps the growing part; None: what the model was loaded with.
         Raises InputError beyond the checkpoint's context, CapacityError with the bytes when it does not fit; for a
         cache in host memory also InputError if it would keep nothing there, PinnedMemoryError if pinned memory is
-        short.
+        short; with experts in host memory CapacityError if a step of so many rows may choose more than have slots.
         """
+        if self.expert_tier is not None:
+            self.expert_tier.check(batch)
         if max_context is None:
             max_context = self.max_context or self.config.max_position_embeddings
         return self.cache_class(self.cache_layout(memory), batch, max_context, max_rewind, self.devices)

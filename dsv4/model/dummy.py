@@ -17,12 +17,14 @@ from dsv4.loaders.files import Progress
 from dsv4.model import families, together
 from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
+from dsv4.model.expert_memory import ExpertMemory
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.dummy import load_gqa_dummy
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
+from dsv4.model.host_experts import place
 from dsv4.model.linear import Matrix
-from dsv4.model.load import resolve_backend, resolve_device
+from dsv4.model.load import check_expert_memory, expert_room, resolve_backend, resolve_device
 from dsv4.model.numerics import numerics_named
 from dsv4.model.official import published_model
 from dsv4.model.ranks import Ranks, here
@@ -47,15 +49,16 @@ def load_dummy(
     kernels: Mapping | None = None,
     ranks: Ranks | None = None,
     progress: Progress | None = None,
+    expert_memory: ExpertMemory | None = None,
 ) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro' with its first `layers` layers and random weights; mtp:
     with its MTP block too.
 
     Or of a GQA geometry (`dsv4.model.gqa.geometries`), with `attention`. Formats are the official ones (FP8 matrices,
     MXFP4 experts); maps have gains near 1. ranks: as `load_model`; each rank holds its parts of the weights that the
-    whole model of this seed has on such a device, bit for bit. Other arguments, kv_memory and kernels too, as
-    `load_model`. Raises InputError for a name or number of layers that does not exist, and for numbers that so many
-    ranks cannot share.
+    whole model of this seed has on such a device, bit for bit. Other arguments, kv_memory, kernels and
+    expert_memory too, as `load_model`. Raises InputError for a name or number of layers that does not exist, and for
+    numbers that so many ranks cannot share.
     """
     ranks, target, choice = here() if ranks is None else ranks, resolve_device(device), numerics_named(numerics)
     asked = name, layers, numerics, backend, max_context, cache, index_cache, seed, mtp
@@ -65,18 +68,23 @@ def load_dummy(
                 f"random weights of {name} were asked for by {ranks.size} ranks; they share checkpoints only"
             )
         check_choices(choice, mtp, cache, index_cache)
+        if expert_memory is not None:
+            raise InputError(f"experts in host memory were asked for, and {name} has no routed experts; leave it out")
         ran_by = resolve_backend(backend, target)
         model = load_gqa_dummy(name, layers, choice, ran_by, target, max_context, seed, attention, kernels)
         model.kv_memory = kv_memory
         return model
     if attention is not None and preset(name) is not None:
         raise InputError(NOT_GQA)
+    check_expert_memory(expert_memory, ranks)
     config, choice = _config(name, layers, mtp), choice.with_caches(cache, index_cache)
     together.check_alike(ranks, None, "random weights", *asked)
     model = published_model(config, choice, resolve_backend(backend, target), mtp, kernels, ranks)
-    model.to_empty(device=target)
-    model.device, model.max_context, model.kv_memory = target, max_context, kv_memory
+    model.max_context, model.kv_memory = max_context, kv_memory
+    place(model, target, expert_memory, lambda chosen: expert_room(model, chosen, target))
     fill_weights(model, seed, together.telling(ranks, progress))
+    if model.expert_tier is not None:
+        model.expert_tier.start()
     if ranks.group is not None:  # none begins before all have their weights
         ranks.group.exchange("random weights", b"")
     return model
@@ -108,13 +116,14 @@ def fill_weights(model: CausalLM, seed: int = 0, progress: Progress | None = Non
 
     Each parameter is drawn in pieces of whole rows (of a stack: whole experts) by generators of their own, seeded with
     `seed`, the parameter's name and the piece. A rank draws the pieces that it has a part of, so parts are those of the
-    whole model, and what all ranks hold is equal.
+    whole model, and what all ranks hold is equal. Pieces are drawn on the model's device, so experts in host memory
+    have the bits that they would have there.
     """
     total, done = model.nbytes, 0
     for name, p in model.named_parameters():
         base, _, leaf = name.rpartition(".")
         module = model.get_submodule(base)
-        part = partial(_draw, seed, name, *together.viewed(model, name, p))
+        part = partial(_draw, model.device, seed, name, *together.viewed(model, name, p))
         if isinstance(module, Matrix):
             _fill_matrix(module, leaf, p, part)
         elif leaf == "tid2eid":
@@ -148,7 +157,7 @@ def _fill_matrix(module: Matrix, leaf: str, p: torch.Tensor, part: Callable[[Dra
         part(_e4m3 if form is WeightFormat.FP8 else lambda t, g: t.random_(0, 256, generator=g))
 
 
-def _draw(seed: int, name: str, p: torch.Tensor, cut: Cut | None, draw: Draw) -> None:
+def _draw(device: torch.device, seed: int, name: str, p: torch.Tensor, cut: Cut | None, draw: Draw) -> None:
     """Fill p, the part `cut` of the parameter `name`: draw(piece, generator) fills each piece of the whole."""
     if not p.numel():
         return
@@ -158,9 +167,9 @@ def _draw(seed: int, name: str, p: torch.Tensor, cut: Cut | None, draw: Draw) ->
     first, last = (cut.start, cut.stop) if cut.axis == 0 else (0, whole[0])
     rows = max(1, PIECE // (math.prod(whole[1:]) * p.element_size()))
     for at in range(first // rows * rows, last, rows):
-        piece = torch.empty(min(rows, whole[0] - at), *whole[1:], dtype=codes.dtype, device=p.device)
+        piece = torch.empty(min(rows, whole[0] - at), *whole[1:], dtype=codes.dtype, device=device)
         key = hashlib.blake2b(f"{seed} {name} {at}".encode(), digest_size=7).digest()
-        draw(piece, torch.Generator(p.device).manual_seed(int.from_bytes(key, "little")))
+        draw(piece, torch.Generator(device).manual_seed(int.from_bytes(key, "little")))
         low, high = max(at, first), min(at + len(piece), last)
         mine = piece[low - at : high - at]
         codes[low - first : high - first] = mine if cut.axis == 0 else mine.narrow(cut.axis, cut.start, cut.size)

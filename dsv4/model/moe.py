@@ -1,7 +1,10 @@
 """Mixture of experts: router, routed experts, one shared expert."""
 
+from typing import Any
+
 import torch
 
+from dsv4.kernels.quantize import PackedWeight
 from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, Matrix, parameter
@@ -35,7 +38,8 @@ class Gate(Module):
 
 class Experts(Module):
     """Routed experts, stacked: w13 [E, 2I, d] (gate rows, then up rows) and w2 [E, d, I]. Of several ranks each has
-    whole blocks of every expert's width; or, by expert, equally many experts, its `part` of all."""
+    whole blocks of every expert's width; or, by expert, equally many experts, its `part` of all. host: where they are
+    held if that is in host memory, a `dsv4.model.host_experts.HostExperts`."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
@@ -45,6 +49,7 @@ class Experts(Module):
         self.w13 = Matrix((self.part.size, 2 * width.size, d), store("w1"), stacked=("w1", "w3"), cut=width)
         self.w2 = Matrix((self.part.size, d, width.size), store("w2"), stacked=("w2",), cut=width.columns)
         self.limit, self.op = config.swiglu_limit, op
+        self.host: Any = None
         self.simulate = numerics.simulate and self.w13.quantised
 
     def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -52,7 +57,12 @@ class Experts(Module):
         if not self.w13.weight.shape[1]:
             return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         indices, weights = self.local(indices, weights)
-        return self.op.experts(x, indices, weights, self.w13.packed(), self.w2.packed(), self.limit, self.simulate)
+        indices, w13, w2 = self.stacks(indices)
+        return self.op.experts(x, indices, weights, w13, w2, self.limit, self.simulate)
+
+    def stacks(self, indices: torch.Tensor) -> tuple[torch.Tensor, PackedWeight, PackedWeight]:
+        """Indices int64 [N, k] of experts → (numbers [N, k] in the stacks w13 and w2, w13, w2)."""
+        return (indices, self.w13.packed(), self.w2.packed()) if self.host is None else self.host.stacks(indices)
 
     def local(self, indices: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers among this rank's experts, and weights; another rank's expert becomes one of these with weight 0."""
@@ -100,12 +110,13 @@ class MoE(Module):
         routed, shared = self.experts, self.shared_experts
         if fuses(self.op, "moe", routed, shared) and self.ranks.size == 1:
             matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
+            indices, w13, w2 = routed.stacks(indices)
             return self.op.moe(
                 x,
                 indices,
                 weights,
-                routed.w13.packed(),
-                routed.w2.packed(),
+                w13,
+                w2,
                 matrices,
                 routed.limit,
                 routed.simulate,

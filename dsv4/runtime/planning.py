@@ -15,6 +15,7 @@ from dsv4.loaders.write import tensor_bytes
 from dsv4.model import families
 from dsv4.model.causal import CHUNK, GPU_CHUNK
 from dsv4.model.config import ModelConfig
+from dsv4.model.expert_memory import LONGEST, RESERVE, ExpertMemory, ExpertSizes, resident_experts
 from dsv4.model.family import Asking
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
@@ -30,7 +31,6 @@ HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card or
 COUNTED = "counted: weights and caches; not counted: activations of a step and captured graphs"
 COUNTED_OF_RANKS = "counted: weights and caches, and an estimate of a step; not counted: captured graphs"
 SET_ASIDE_NOTE = "; of a named card 1 GiB is set aside for the driver and the CUDA context, as measured on an H100"
-LONGEST = 1 << 20  # default tokens a row of a plan, if the model takes so many
 
 
 def plan(
@@ -46,6 +46,7 @@ def plan(
     kv_memory: HostMemory | None = None,
     gpus: int = 1,
     ranks: int = 1,
+    expert_memory: ExpertMemory | None = None,
 ) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context; the
     cache of DeepSeek-V3.2 beside a DeepSeek-V4 model's. As JSON values.
@@ -53,7 +54,8 @@ def plan(
     checkpoint: a directory, or 'flash' or 'pro' (the published configurations, official formats). max_context: tokens a
     row ('128K'); None: what the model takes (max_position_embeddings), at most 1M, and the document says that this was
     the default. attention: of a GQA model, whose policy's summaries are counted. kv_memory: caches in host memory,
-    whose pinned bytes are no part of the total on the device. device: as `capacities_of` takes it.
+    whose pinned bytes are no part of the total on the device. expert_memory: routed experts there, with so many of each
+    layer on the device as fit it by default. device: as `capacities_of` takes it.
 
     gpus: so many of it, over which whole layers are spread. ranks: so many processes with one of it each (host memory
     they share), which hold a part of every layer. "rows" are then of all of them together, "ranks" has each one's, with
@@ -74,6 +76,11 @@ def plan(
     if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
     config = family.read_config(inventory.config if inventory else preset(checkpoint))
+    if expert_memory is not None and max(gpus, ranks) > 1:
+        raise InputError(
+            f"--expert-memory host and {'--gpus' if gpus > 1 else '--tensor-parallel-size'} {max(gpus, ranks)} were "
+            "given; slots of experts are on one device, which runs all layers: leave out one"
+        )
     if gpus > 1 and kv_memory is not None:
         raise InputError(
             f"--gpus {gpus} was given; a cache in host memory runs on one device (--device-map does not spread it): "
@@ -85,9 +92,19 @@ def plan(
     choice = choice.with_caches(cache, index_cache)
     asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
     caches, tensors = _cache_rows(asking), held_tensors(config, inventory, choice)
+    experts: dict | None = None
     shared = rank_plans(asking, ranks, caches, CHUNK if device == "cpu" else GPU_CHUNK) if ranks > 1 else []
     if shared:
         rows, tensors = summed(shared), shared[0].tensors
+    elif expert_memory is not None:
+        kept, tier = _split_experts(tensors)
+        here = device == "cpu"
+        set_aside = [] if here else [Row("step", "set aside for a step and captured graphs", RESERVE, f"{RESERVE} B")]
+        rows = [*weight_rows(kept), *caches, *set_aside]
+        left = capacities[0] - sum(row.nbytes for row in rows if row.group != "pinned")
+        slots = resident_experts(expert_memory, sized := _expert_sizes(tier, config), None if here else left)
+        rows += [Row(s.place, s.name, s.nbytes, s.formula) for s in sized.streams(slots)]
+        experts = {"resident": slots, "of": sized.experts, "layers": len(sized.each), "expert_bytes": max(sized.each)}
     else:
         rows = [*weight_rows(tensors), *caches]
     read = step_parts(config, choice, tensors, batch, context, attention.policy if attention else dense())
@@ -97,8 +114,8 @@ def plan(
         parts = [[unit] for unit in found] if len(capacities) > 1 else [found]
     else:
         found = _units(asking)
-        if kv_memory is not None:
-            found = [Unit("everything", sizes.total("weights"), sizes.total("cache") + sizes.total("staging"))]
+        if kv_memory is not None or experts is not None:
+            found = [Unit("everything", sizes.total("weights"), sum(map(sizes.total, ("cache", "staging", "step"))))]
         parts = split(found, capacities)
     return {
         "checkpoint": checkpoint,
@@ -115,6 +132,7 @@ def plan(
         "staging_bytes": sizes.total("staging"),
         "step_bytes": sizes.total("step"),
         **_verdict(device, capacities, parts, sizes, bool(shared)),
+        "experts": experts,
         "tensor_parallel_size": ranks,
         "ranks": [p.document() for p in shared],
         "cache_bytes_per_token": family.token_bytes(config, choice),
@@ -126,6 +144,23 @@ def plan(
             {"name": name, "nbytes": nbytes, "formula": FORMULAS[name]} for name, nbytes in read.items() if nbytes
         ],
     }
+
+
+def _split_experts(tensors: dict) -> tuple[dict, dict]:
+    """Tensors that are no routed experts', and those that are and that a model holds."""
+    experts = {name: held for name, held in tensors.items() if ".ffn.experts." in name}
+    kept = {name: held for name, held in tensors.items() if name not in experts}
+    return kept, {name: held for name, held in experts.items() if not name.endswith(".input_scale")}
+
+
+def _expert_sizes(tensors: dict, config: ModelConfig | GQAConfig) -> ExpertSizes:
+    """Sizes of the routed experts of the file's tensors."""
+    layers: dict[str, int] = {}
+    for name, (dtype, shape) in tensors.items():
+        layer = name.partition(".ffn.experts.")[0]
+        layers[layer] = layers.get(layer, 0) + tensor_bytes(dtype, shape)
+    E, k = (getattr(config, name, 0) for name in ("n_routed_experts", "num_experts_per_tok"))
+    return ExpertSizes(tuple(n // E for n in layers.values()), E, k)
 
 
 def capacities_of(device: str, gpus: int, ranks: int = 1) -> list[int]:
