@@ -251,8 +251,8 @@ def place(
     room: Callable[[ExpertMemory], int | None] = lambda _: None,
 ) -> None:
     """Give a model on the meta device its memory: on `home`, with a choice except for routed experts, whose tier
-    becomes `model.expert_tier`; fill the parameters, then `start` it. room(choice): bytes of the device that experts may
-    take by default.
+    becomes `model.expert_tier`; fill the parameters, then `start` it. room(choice): bytes of the device that experts
+    may take by default.
 
     Raises as `resident_experts`, and PinnedMemoryError with all bytes if host memory is short."""
     model.device = home

@@ -58,13 +58,14 @@ def appended(model, seed=0):
     return [*found, *(model.append(new(2, 1), batch) for _ in range(3))]
 
 
+@pytest.mark.few(numerics=["native"])
 @pytest.mark.parametrize("numerics", ["fp32", "native", "qat", "qat:fp32"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_step_has_the_bits_of_a_model_on_the_device(numerics, backend):
     """With few slots, and with one fewer than there are experts: prompts that choose more than the slots, steps of one
     and of several tokens, batches, and the MTP block."""
     want = appended(loaded(numerics=numerics, backend=backend))
-    for slots in (8, 15):
+    for slots in (8, 15) if numerics == "native" else (8,):
         model = loaded(slots, numerics=numerics, backend=backend)
         for i, (a, b) in enumerate(zip(want, appended(model), strict=True)):
             assert (
@@ -110,7 +111,8 @@ def test_random_weights_are_those_of_the_device(monkeypatch):
 
 
 def held(model):
-    return [p for p in model.parameters() if p.numel()]
+    """Bytes of all parameters, in host memory."""
+    return [p.cpu().view(torch.uint8) for p in model.parameters()]
 
 
 def test_slots_hold_what_the_table_says_after_any_run():
@@ -181,10 +183,9 @@ def test_slots_that_fit_a_budget():
         nbytes = sizes.device_bytes(slots)
         assert sizes.fitting(nbytes) == slots and sizes.fitting(nbytes - 1) == slots - 1
         assert sum(s.nbytes for s in sizes.streams(slots) if s.place == "staging") == nbytes
-    # with a slot for each expert no buffer is needed for those of a whole layer, which have more bytes than some slots
-    assert (
-        sizes.fitting(sizes.device_bytes(16)) == sizes.fitting(sizes.device_bytes(15)) == sizes.fitting(1 << 30) == 16
-    )
+    # a slot for each expert takes less than one fewer, which needs a buffer for those of a whole layer
+    for slots in (15, 16):
+        assert sizes.fitting(sizes.device_bytes(slots)) == 16
     assert sizes.fitting(sizes.device_bytes(16) - 1) == 10 and sizes.fitting(-5) == 0
 
 
