@@ -13,6 +13,7 @@ class GQA(ProbedFamily):
     name, title = "gqa", "GQA models"
     lacks = {
         "edges": "its cases are the kernels of CSA, HCA and the indexer",
+        "expert_memory": "they have no routed experts",
         "format_decode": "their weights are dense, without formats; load_ledger decodes every value",
         "index_oracle": "they have no indexer",
         "mhc": "they have one residual stream and no hyper-connections; decoder holds their sublayers against the "
