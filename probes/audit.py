@@ -11,6 +11,8 @@ from types import MappingProxyType
 from dsv4.errors import InputError
 from dsv4.kernels.replacing import Replacement
 from dsv4.model.numerics import NUMERICS
+from dsv4.model.ranks import here
+from dsv4.probes.joint import agreed, joint, ranks_of
 from dsv4.probes.probe import BESIDE, CATALOGUE, Probe, execute, left_out, probe_named
 from dsv4.probes.report import json_report
 from dsv4.probes.report.difference import difference
@@ -50,6 +52,10 @@ def open_subject(
     subject; CheckpointError for a broken checkpoint; KernelError.
     """
     foreign, (kind, _, rest) = is_foreign(kind), kind.partition(":")
+    if here().size > 1 and kind != "ours":
+        raise InputError(
+            f"subject {kind!r} was asked of {here().size} ranks, which share this project's model; audit ours"
+        )
     if kernels and kind != "ours":
         raise InputError(f"--kernel would change nothing of subject {kind!r}; leave it out, or audit ours")
     if (cache, index_cache) != ("auto", "auto") and kind != "ours":
@@ -108,7 +114,7 @@ def audit(
     """Run the named probes (the whole catalogue if empty) and report.
 
     budget: seconds; a probe that would begin after it is VACUOUS, not silently left out. Probes that do not apply to
-    such a model are left out, with the reason in the report.
+    such a model are left out, with the reason in the report. Of several ranks, all run every probe and get one report.
     """
     with limited_threads(subject.config.hidden_size):
         return _audit(subject, names, seed, effort, budget, command, say)
@@ -123,17 +129,18 @@ def _audit(
     command: list[str] | None,
     say: Callable[[str], None],
 ) -> Report:
-    started, sections, others = time.time(), [], {}
+    started, ranks, sections, others = time.time(), ranks_of(subject), [], {}
     for name in names or (*CATALOGUE, *(beside for beside, can in BESIDE.items() if can in subject.can)):
         probe: Probe = probe_named(name)(seed=seed, effort=effort)
         if why := left_out(probe, subject):
             others[name] = why
             say(f"{'–':8} {name:16} {why}")
             continue
-        if budget is not None and time.time() - started > budget:
+        if budget is not None and agreed(ranks, time.time() - started > budget):
             checks, seconds = [vacuous(probe.title, f"the budget of {budget:.0f} s was spent before it began")], 0.0
         else:
             checks, seconds = execute(probe, subject)
+            checks = joint(ranks, checks)
         sections.append(Section(name, probe.title, checks, seconds, probe.text(checks)))
         say(f"{sections[-1].status.value:8} {name:16} {len(checks):4} checks  {seconds:6.1f} s")
     if replaced(subject):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
+from dsv4.errors import RankLost
 from dsv4.kernels.errors import Dsv4Error
 from dsv4.probes import families
 from dsv4.probes.result import Check, Status, vacuous
@@ -106,8 +107,8 @@ def applying(subject: Subject, names: Iterable[str]) -> list[str]:
 
 
 def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
-    """(checks, seconds). What the subject cannot do is VACUOUS; an exception is an ERROR, and no exception leaves
-    here."""
+    """(checks, seconds). What the subject cannot do is VACUOUS; an exception is an ERROR, and no exception but
+    RankLost leaves here."""
     why = left_out(probe, subject)
     if why is not None:
         return [vacuous(probe.title, why)], 0.0
@@ -118,6 +119,8 @@ def execute(probe: Probe, subject: Subject) -> tuple[list[Check], float]:
     begun = time.monotonic()
     try:
         checks = probe.run(subject)
+    except RankLost:
+        raise
     except Dsv4Error as error:
         checks = [Check(probe.title, Status.ERROR, note=str(error))]
     except Exception as error:  # an implementation under audit may raise anything

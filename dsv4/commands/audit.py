@@ -8,7 +8,18 @@ import typer
 from typer.core import TyperGroup
 
 from dsv4.commands.console import file, folder
-from dsv4.commands.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, Kernels, choice
+from dsv4.commands.options import (
+    BACKENDS,
+    CACHES,
+    INDEX_CACHES,
+    NUMERICS,
+    ByExpert,
+    Kernels,
+    TensorParallel,
+    choice,
+    joined,
+    spread,
+)
 from dsv4.commands.terminal import errors
 from dsv4.errors import InputError
 
@@ -29,6 +40,12 @@ INDEX_CACHE = choice(INDEX_CACHES, "Of ours: how index keys are held.")
 BACKEND = choice((*BACKENDS, "training"), "Implementation of ours. training: whole sequences, by a probe of their own.")
 FAIL_ON = choice(("fail", "vacuous", "warn"), "The mildest status that makes exit code 1.")
 
+
+def audit_commands() -> list[str]:
+    """Names of the commands under `dsv4 audit`."""
+    return [str(command.name) for command in audit_app.registered_commands]
+
+
 audit_app = typer.Typer(cls=RunByDefault, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -47,6 +64,8 @@ def run_audit(
     backend: Annotated[str, BACKEND] = "auto",
     kernel: Kernels = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    tensor_parallel_size: TensorParallel = 1,
+    expert_parallel: ByExpert = False,
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
     probe: Annotated[list[str] | None, typer.Option(help="Run this probe only; may be given several times.")] = None,
@@ -63,6 +82,7 @@ def run_audit(
     ] = None,
 ):
     """Probe a checkpoint and an implementation of it. Exit code 0: no findings; 1: findings; 2: it could not run."""
+    spread(tensor_parallel_size)
     from dsv4.probes import audit
     from dsv4.probes.report import json_report
     from dsv4.probes.result import Status
@@ -70,6 +90,7 @@ def run_audit(
 
     limit = None if budget is None else audit.seconds(budget)
     names, kernels = probe or [], kernels_named(kernel)
+    device = joined(device, expert_parallel, unhurried=True)
     shown = audit.Shown(Status[fail_on.upper()], None if baseline is None else json_report.load(baseline), out)
     raise typer.Exit(
         audit.run(checkpoint, subject, numerics, backend, device, names, limit, shown, say, cache, index_cache, kernels)
@@ -177,6 +198,8 @@ def record_audit(
         str, typer.Option(help="ours[:NUMERICS[:BACKEND]], transformers, or PACKAGE.MODULE:FACTORY.")
     ] = "ours",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    tensor_parallel_size: TensorParallel = 1,
+    expert_parallel: ByExpert = False,
     cache: Annotated[str, CACHE] = "auto",
     index_cache: Annotated[str, INDEX_CACHE] = "auto",
     text: Annotated[Path | None, typer.Option(help="Run on this text instead of random tokens.")] = None,
@@ -187,9 +210,11 @@ def record_audit(
     point: Annotated[list[str] | None, typer.Option(help="Record this point only; may be given several times.")] = None,
 ):
     """Record one run, to be audited or bisected without what made it: `--subject NAME.safetensors`."""
+    spread(tensor_parallel_size)
     from dsv4.probes.inputs import ids_for
     from dsv4.probes.subjects import record
 
+    device = joined(device, expert_parallel, unhurried=True)
     ids_of = lambda opened: ids_for(opened, checkpoint, text, tokens, seed)
     raise typer.Exit(record.run(checkpoint, subject, device, ids_of, point or [], out, say, cache, index_cache))
 

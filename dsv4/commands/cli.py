@@ -11,7 +11,10 @@ import typer
 from dsv4 import __version__
 from dsv4.commands import checkpoint as checkpoint_commands
 from dsv4.commands import decode as commands
-from dsv4.commands.audit import audit_app  # only the command line imports the engine and the probes above it
+from dsv4.commands.audit import (  # only the command line imports the engine and the probes above it
+    audit_app,
+    audit_commands,
+)
 from dsv4.commands.demo import demo
 from dsv4.commands.fidelity import fidelity
 from dsv4.commands.help import dress
@@ -22,10 +25,12 @@ from dsv4.commands.sparse_prefill import sparse_prefill
 from dsv4.commands.terminal import errors
 from dsv4.commands.termination import termination
 from dsv4.errors import Dsv4Error, InputError, RankLost
-from dsv4.parallel.ranks_asked import LOST, WATCHED, asked, settle_streams
+from dsv4.parallel.ranks_asked import LOST, WATCHED, asked, settle_streams, speaks
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # 128 + SIGINT, 128 + SIGPIPE, as a shell reports them
 COMPLETION = "_DSV4_COMPLETE"  # set by the shell's completion
+RANKED = ("generate", "batch", "recall", "fidelity", "audit", "--version", "--help", "")  # commands of several ranks
+RANKED_AUDITS = ("run", "record")
 OUT_OF_MEMORY = "out of memory; lower --max-context, or spread the model with --device-map auto --max-memory"
 
 app = typer.Typer(
@@ -109,10 +114,18 @@ def dist_started() -> bool:
 def _invoke() -> None:
     if COMPLETION in os.environ:
         command().main(prog_name="dsv4")  # answers the shell, and exits
-    if asked() is not None and not {*sys.argv[1:2]} <= {"generate", "batch", "--version", "--help"}:
-        raise InputError(f"RANK and WORLD_SIZE are set, and {sys.argv[1]!r} runs in one process: unset them")
+    if asked() is not None and (alone := _alone(sys.argv[1:])):
+        raise InputError(f"RANK and WORLD_SIZE are set, and {alone!r} runs in one process: unset them")
     with command().make_context("dsv4", sys.argv[1:]) as context:  # not main(), which makes a closed pipe code 1
         command().invoke(context)
+
+
+def _alone(arguments: list[str]) -> str:
+    """The command of a command line, if it does not run as several ranks; else ''."""
+    named, *then = [*arguments, ""]
+    if named == "audit" and then[0] in audit_commands():
+        return "" if then[0] in RANKED_AUDITS else f"audit {then[0]}"
+    return "" if named in RANKED else named
 
 
 def _code(run: Callable[[], None]) -> int:
@@ -123,7 +136,7 @@ def _code(run: Callable[[], None]) -> int:
         run()
         return 0
     except typer.Exit as stop:
-        return stop.exit_code
+        return stop.exit_code if speaks() else 0  # a verdict, which rank 0 gives: this rank has not failed
     except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except RankLost as error:

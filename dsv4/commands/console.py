@@ -9,6 +9,7 @@ import typer
 
 from dsv4.commands.options import BACKENDS, NUMERICS, choice
 from dsv4.errors import InputError
+from dsv4.parallel.ranks_asked import speaks
 
 
 def option(about: str, **more):
@@ -17,16 +18,19 @@ def option(about: str, **more):
 
 def folder(value: Path | None) -> Path | None:
     """Callback of --out: a folder that cannot be written is an error before anything is loaded."""
-    from dsv4.outputs import writable
-
-    return writable(value)
+    return _written(value)
 
 
 def file(value: Path | None) -> Path | None:
     """Callback of --out where it names a file."""
+    return _written(value, file=True)
+
+
+def _written(value: Path | None, file: bool = False) -> Path | None:
+    """`value`, which can be written; None in a rank that does not speak for all, and so writes nothing."""
     from dsv4.outputs import writable
 
-    return writable(value, file=True)
+    return writable(value, file) if speaks() else None
 
 
 Word = str | None

@@ -44,6 +44,7 @@ from dsv4.commands.options import (
 )
 from dsv4.commands.terminal import errors, print_json, progress_bar, show, wide
 from dsv4.errors import InputError
+from dsv4.parallel.ranks_asked import speaks
 
 
 def generate(
@@ -290,6 +291,7 @@ def batch(
             "--kv-memory host was given; requests of a batch share the pages of one pool, which is on the device: "
             "leave it out, or run single requests with dsv4 generate"
         )
+    report = report if speaks() else None
     options = Options(rows, max_context, pool_tokens, together, speculate, draft_tokens, draft_costs, loop, report)
     reads = attention_named(attention, attention_tokens, terminate, prefill_chunks, terminate_rule)
     experts = expert_memory_named(expert_memory, resident_experts, expert_budget)

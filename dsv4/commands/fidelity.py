@@ -24,7 +24,7 @@ from dsv4.commands.console import (
     tasks,
 )
 from dsv4.commands.measuring import measure
-from dsv4.commands.options import Kernels, KVMemory, choice
+from dsv4.commands.options import ByExpert, Kernels, KVMemory, TensorParallel, choice, joined, spread
 
 
 def fidelity(
@@ -62,6 +62,8 @@ def fidelity(
     backend: Backend = "auto",
     kernel: Kernels = None,
     device: Device = "cpu",
+    tensor_parallel_size: TensorParallel = 1,
+    expert_parallel: ByExpert = False,
     kv_memory: KVMemory = "device",
     seed: Seed = 0,
     out: Annotated[Path | None, report_in("fidelity_NAME_FAMILY")] = None,
@@ -69,12 +71,13 @@ def fidelity(
 ):
     """What reading sparsely changes: each policy, or k of CSA, held against the model reading everything. Exit code 0:
     measured."""
+    spread(tensor_parallel_size)
     from dsv4.probes.measure.fidelity.measurement import Fidelity
 
     measure(
         Fidelity,
         checkpoint,
-        (numerics, backend, device),
+        (numerics, backend, joined(device, expert_parallel, unhurried=True)),
         out=out,
         as_json=as_json,
         kernel=kernel,

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dsv4.cache.host_tier.choice import HostMemory
+from dsv4.commands.options import joined
 from dsv4.engine.generate import Generation, context_needed, generate, generate_on_device, generate_speculative
 from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.kernels.replacing import Replacement
@@ -25,7 +26,6 @@ from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import load_model
 from dsv4.model.tokenizer import TextStream, Tokenizer
-from dsv4.parallel.ranks_asked import asked, own_device
 from dsv4.runtime import user_kernels
 from dsv4.runtime.memory import peak_bytes
 from dsv4.sampling import Sampling
@@ -149,16 +149,6 @@ class Choices:
     index_cache: str = "auto"
 
 
-def joined(choices: Choices, by_expert: bool = False) -> Choices:
-    """`choices` of this rank, once it has joined the others; as they are for a single process."""
-    if asked() is None:
-        return choices
-    from dsv4.parallel.processes import join
-
-    join(choices.device, by_expert)
-    return replace(choices, device=own_device(choices.device))
-
-
 class Session:
     """A loaded checkpoint with its tokenizer (None without a tokenizer.json) and stop ids; or, without a checkpoint,
     the first `layers` layers of a published configuration (`dummy`) with random weights."""
@@ -179,7 +169,7 @@ class Session:
         expert_memory: ExpertMemory | None = None,
     ):
         """by_expert: of several ranks each has whole routed experts."""
-        choices = joined(choices, by_expert)
+        choices = replace(choices, device=joined(choices.device, by_expert))
         if device_map not in (None, "auto"):
             raise InputError(f"device map {device_map!r} is unknown; expected 'auto'")
         self.first: float | None = None  # seconds from the last request to its first token, None if none was shown

@@ -8,7 +8,7 @@ import typer
 
 from dsv4.errors import InputError, brief
 from dsv4.model.gqa.geometries import GEOMETRIES
-from dsv4.parallel.ranks_asked import asked
+from dsv4.parallel.ranks_asked import asked, own_device
 
 NUMERICS = ("fp32", "native", "qat", "qat:fp32")
 BACKENDS = ("auto", "reference", "cpu", "triton")
@@ -78,6 +78,18 @@ def spread(size: int) -> None:
         raise typer.Exit(launch(size, sys.argv[1:]))
     if found[1] != size:
         raise InputError(f"--tensor-parallel-size {size} was given to one of {found[1]} ranks; give their number")
+
+
+def joined(device: str, by_expert: bool = False, unhurried: bool = False) -> str:
+    """The device of this rank, once it has joined the others; `device` for a single process. unhurried: ranks compute
+    long between what they exchange."""
+    if asked() is None:
+        return device
+    from dsv4.parallel.processes import join
+    from dsv4.parallel.store import PATIENCE, UNHURRIED
+
+    join(device, by_expert, UNHURRIED if unhurried else PATIENCE)
+    return own_device(device)
 
 
 TensorParallel = Annotated[

@@ -7,7 +7,19 @@ import typer
 
 from dsv4.commands.console import Json, Number, Seed, Text, Word, counts, option, report_in
 from dsv4.commands.measuring import measure
-from dsv4.commands.options import BACKENDS, CACHES, INDEX_CACHES, NUMERICS, Kernels, choice
+from dsv4.commands.options import (
+    BACKENDS,
+    CACHES,
+    INDEX_CACHES,
+    NUMERICS,
+    ByExpert,
+    Kernels,
+    TensorParallel,
+    choice,
+    joined,
+    spread,
+)
+from dsv4.parallel.ranks_asked import asked
 
 
 def recall(
@@ -31,6 +43,8 @@ def recall(
     backend: Annotated[Word, choice(BACKENDS, "Of ours; default: auto.", show_default=False)] = None,
     kernel: Kernels = None,
     device: Annotated[Word, option("cpu (default), cuda or cuda:N.")] = None,
+    tensor_parallel_size: TensorParallel = 1,
+    expert_parallel: ByExpert = False,
     cache: Annotated[
         Word, choice(CACHES, "How window rows and entries are held (fp8: with qat); default: auto.", show_default=False)
     ] = None,
@@ -55,8 +69,11 @@ def recall(
 ):
     """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could
     not."""
+    spread(tensor_parallel_size)
     from dsv4.probes.measure.recall.measurement import Recall
 
+    if asked() is not None:
+        device = joined(device or "cpu", expert_parallel, unhurried=True)
     found = measure(
         Recall,
         checkpoint,

@@ -61,6 +61,11 @@ class Ranks:
     group: Group | None = None
     by_expert: bool = False
 
+    @property
+    def words(self) -> str:
+        """As reports name them; '' for a single process."""
+        return "" if self.size == 1 else f"{self.size} ranks, experts by {'expert' if self.by_expert else 'width'}"
+
     def even(self, n: int, what: str, per: int = 1) -> Cut:
         """This rank's part of n equal things, each of `per` elements. Raises InputError unless all get equally many."""
         if n % self.size:
@@ -111,6 +116,13 @@ class Ranks:
     def every(self, flags: torch.Tensor) -> torch.Tensor:
         """flags bool [...] → whether they are true on every rank."""
         return flags if self.size == 1 else torch.stack(list(self._gathered(flags))).all(0)
+
+    def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., H, D] of this rank's heads, as many as every rank has → [..., all heads, D]."""
+        if self.size == 1:
+            return x
+        H, D = x.shape[-2:]
+        return self.joined(x.reshape(-1, H * D), self.size * H * D).view(*x.shape[:-2], self.size * H, D)
 
     def same(self, x: torch.Tensor, what: str) -> None:
         """Raises RanksDisagree unless every rank has the same x. On a GPU, where the host does not wait for it, `check`

@@ -3,6 +3,7 @@ together are the checkpoint."""
 
 import hashlib
 import json
+import math
 import zlib
 from dataclasses import replace
 
@@ -19,6 +20,9 @@ from dsv4.model.moe import Experts
 from dsv4.model.official import ELSEWHERE
 from dsv4.model.ranks import Ranks
 from dsv4.version import __version__
+
+KINDS = torch.float32, torch.int64  # dtypes of tensors that `whole_of` joins
+ACCOUNT = 12  # numbers that say which part of a tensor a rank has: dtype, axis, start, stop, whole, dimensions, shape
 
 
 def check_alike(ranks: Ranks, inventory: Inventory | None, *choices) -> None:
@@ -81,6 +85,38 @@ def check_whole(ranks: Ranks, model: CausalLM) -> None:
     problems = joint_problems(accounts, [*model.ledger.used, *elsewhere])
     if problems:
         raise CheckpointError(f"{len(problems)} problem(s) between the parts of {ranks.size} ranks: {some(problems)}")
+
+
+def whole_of(
+    ranks: Ranks, part: torch.Tensor | None, cut: Cut | None, device: torch.device | str = "cpu"
+) -> torch.Tensor | None:
+    """All of a tensor (fp32 or int64, on the host) of which this rank has `part` (None: nothing), which is its part
+    `cut` (None: all of it); None where no rank has any. Every rank calls it for the same tensor. device: where ranks
+    exchange."""
+    if ranks.size == 1 or ranks.group is None:
+        return part
+    account = [-1] * ACCOUNT
+    if part is not None:
+        place = (-1,) * 4 if cut is None else (cut.axis, cut.start, cut.stop, cut.whole)
+        account = [KINDS.index(part.dtype), *place, part.dim(), *part.shape, *account[6 + part.dim() :]]
+    accounts = [one.tolist() for one in ranks.group.all_gather(torch.tensor(account, device=device))]
+    held = [one for one in accounts if one[0] >= 0]
+    if all(one[1] < 0 for one in held) and len(held) in (0, ranks.size):
+        return part
+    shape = lambda one: tuple(one[6 : 6 + one[5]])
+    flat = torch.zeros(max(math.prod(shape(one)) for one in held), dtype=KINDS[held[0][0]], device=device)
+    if part is not None:
+        flat[: part.numel()] = part.flatten()
+    parts = zip(accounts, ranks.group.all_gather(flat))
+    found = [(one, p[: math.prod(shape(one))].view(shape(one))) for one, p in parts if one[0] >= 0]
+    for one, value in found:
+        if one[1] < 0:
+            return value.cpu()
+    whole = torch.zeros(Cut(*held[0][1:5]).of(shape(held[0])), dtype=flat.dtype)
+    for (_, axis, start, stop, *_), value in found:
+        if stop > start:
+            whole.narrow(axis, start, stop - start).copy_(value)
+    return whole
 
 
 def telling(ranks: Ranks, progress: Progress | None) -> Progress | None:

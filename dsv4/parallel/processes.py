@@ -23,19 +23,19 @@ from dsv4.parallel.watch import LEFT, Watch
 UNWATCHED = 600.0
 
 
-def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
-    """Join the other ranks that the environment names, once. by_expert: as in `Ranks`. Raises RankLost where they do
-    not come."""
+def join(device: str = "cpu", by_expert: bool = False, patience: float = PATIENCE) -> Ranks:
+    """Join the other ranks that the environment names, once. by_expert: as in `Ranks`; patience: seconds that a rank may
+    be silent. Raises RankLost where they do not come."""
     found = asked()
     if found is None or here() is not ALONE:
         return here()
     rank, size = found
-    backend, patience = ("nccl", UNWATCHED) if device.startswith("cuda") else ("gloo", PATIENCE)
+    backend, limit = ("nccl", UNWATCHED) if device.startswith("cuda") else ("gloo", patience)
     if backend == "nccl":
         torch.cuda.set_device(own_device(device))
     try:
-        dist.init_process_group(backend, timeout=timedelta(seconds=patience))
-        store = Store(rank, size, dist.distributed_c10d._get_default_store())
+        dist.init_process_group(backend, timeout=timedelta(seconds=limit))
+        store = Store(rank, size, dist.distributed_c10d._get_default_store(), patience)
     except (RuntimeError, ValueError) as failure:
         raise RankLost(
             f"rank {rank} of {size} did not find the others at {os.environ.get('MASTER_ADDR')}:"
@@ -43,15 +43,15 @@ def join(device: str = "cpu", by_expert: bool = False) -> Ranks:
         ) from None
     group = Processes(store)
     if backend == "nccl":
-        Watch(group).start()
+        Watch(group, patience).start()
         group.kernels, group.by = one_host(rank, size, torch.device("cuda", torch.cuda.current_device()), store)
     settle(Ranks(rank, size, group, by_expert))
     return here()
 
 
 def leave(code: int) -> None:
-    """End this process, which joined others, with that exit code."""
-    if not code and isinstance(here().group, Processes):
+    """End this process, which joined others, with that exit code: 0, 1 for a verdict, or that of a failure."""
+    if code in (0, 1) and isinstance(here().group, Processes):
         here().group.left()
     # torch.distributed's threads may still free tensors, which aborts a process whose interpreter ends meanwhile
     os._exit(code)

@@ -25,6 +25,12 @@ def asked() -> tuple[int, int] | None:
     return (rank, size) if size > 1 else None
 
 
+def speaks() -> bool:
+    """Whether this process writes files and says what was found: rank 0, or a single process."""
+    found = asked()
+    return found is None or found[0] == 0
+
+
 def own_device(device: str) -> str:
     """The device of this rank: 'cuda' is the GPU of its number on this machine."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" and asked() else device

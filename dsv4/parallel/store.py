@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dsv4.errors import RankLost
 
 PATIENCE = 15.0  # seconds that a rank may be silent
+# seconds that ranks may be apart where each computes long by itself: an oracle in float64 beside the model
+UNHURRIED = 300.0
 POLL = 0.05  # seconds between looks at what others said
 
 
 class Store:
-    """One rank's. store: torch.distributed's, which rank 0 keeps."""
+    """One rank's. store: torch.distributed's, which rank 0 keeps; patience: seconds that a rank may be silent."""
 
-    def __init__(self, rank: int, size: int, store):
-        self.rank, self.size, self.store = rank, size, store
+    def __init__(self, rank: int, size: int, store, patience: float = PATIENCE):
+        self.rank, self.size, self.store, self.patience = rank, size, store, patience
         self.exchanges, self.beats, self._told = 0, 0, 0.0
 
     def exchange(self, what: str, said: bytes) -> Sequence[bytes]:
@@ -52,15 +54,15 @@ class Store:
         return f"{who}, and the others wait for nobody ({' '.join(str(failure).split())[:80]})"
 
     def _await(self, key: str, rank: int, what: str) -> None:
-        """Wait until a rank has said `key`. Raises RankLost when it was silent for PATIENCE."""
+        """Wait until a rank has said `key`. Raises RankLost when it was silent for `patience`."""
         heard, last = time.monotonic(), None
         while not self.store.check([key]):
             beat = f"dsv4/beat/{rank}"
             now = self.store.get(beat) if self.store.check([beat]) else None
             if now != last:
                 heard, last = time.monotonic(), now
-            if time.monotonic() - heard > PATIENCE:
-                raise RankLost(f"rank {rank} of {self.size} said nothing for {PATIENCE:.0f} s; expected {what}")
+            if time.monotonic() - heard > self.patience:
+                raise RankLost(f"rank {rank} of {self.size} said nothing for {self.patience:.0f} s; expected {what}")
             self.beat()
             time.sleep(POLL)
 

@@ -10,7 +10,7 @@ from dsv4.parallel.ranks_asked import LOST, WATCHED
 from dsv4.parallel.store import PATIENCE, Store
 
 EVERY = 1.0  # seconds between two looks
-STILL = 20.0  # seconds in which a rank that is behind must ask for another exchange
+SLACK = 5.0  # seconds that a rank's main thread may stand still beyond its patience: kernels may compile
 LEFT = b"left"  # what a rank says last, when nothing failed
 ENDING = 5.0  # seconds for this process to end after rank 0, which keeps the store, has
 
@@ -22,16 +22,17 @@ class Watched(Protocol):
 
 class Watch(threading.Thread):
     """A thread that tells the other ranks that this process lives and how many exchanges its host has asked for, and
-    ends it with one line when another is silent for PATIENCE, or behind and asks for none for STILL seconds."""
+    ends it with one line when another is silent for PATIENCE, or behind and asks for none for `patience` + SLACK
+    seconds."""
 
-    def __init__(self, group: Watched, end=None):
+    def __init__(self, group: Watched, patience: float = PATIENCE, end=None):
         super().__init__(daemon=True, name="watch of ranks")
         store = group.store.store
         self.group, self.rank, self.size = group, group.store.rank, group.store.size
         self.store = store.clone() if hasattr(store, "clone") else store  # two threads would wait for each other
         self.heard = {r: (time.monotonic(), b"") for r in range(self.size) if r != self.rank}
         self.moved = {r: (time.monotonic(), -1) for r in self.heard}
-        self.told, self.end = 0, end or ended
+        self.told, self.patience, self.end = 0, patience, end or ended
 
     def run(self) -> None:
         while True:
@@ -60,8 +61,8 @@ class Watch(threading.Thread):
                 self.moved[rank] = now, issued
             if said and now - self.heard[rank][0] > PATIENCE:
                 return f"rank {rank} of {self.size} said nothing for {PATIENCE:.0f} s; others wait for it"
-            if said and now - self.moved[rank][0] > STILL:
-                return f"rank {rank} of {self.size} stalled: it exchanged nothing for {STILL:.0f} s; others wait for it"
+            if said and now - self.moved[rank][0] > (still := self.patience + SLACK):
+                return f"rank {rank} of {self.size} stalled: it exchanged nothing for {still:.0f} s; others wait for it"
         return None
 
 

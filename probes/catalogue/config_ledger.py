@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from dsv4.errors import ConfigError
 from dsv4.model.config import ModelConfig
+from dsv4.probes.joint import ranks_of
 from dsv4.probes.oracle import kinds
 from dsv4.probes.oracle.config import OracleConfig
 from dsv4.probes.probe import Probe
@@ -29,6 +30,7 @@ from dsv4.probes.subject import Subject
 OBEYED = (
     "specification 1 and 3 say what it does: a model that never reads it is another model (Automodel 2103, Primus 949)"
 )
+SHARED = ("num_attention_heads", "o_groups")  # of which each rank has an equal part
 
 
 @dataclass(frozen=True)
@@ -188,9 +190,11 @@ class ConfigLedger(Probe):
         for name, module in subject.model.named_modules():
             for attribute, key in IN_MODULES.get(type(module).__name__, {}).items():
                 seen += 1
-                if getattr(module, attribute) != raw[key]:
+                size = ranks_of(subject).size if key in SHARED else 1
+                if getattr(module, attribute) * size != raw[key]:
+                    of = f" of one of {size} ranks" if size > 1 else ""
                     wrong[f"{name}.{attribute} ({key})"] = (
-                        f"{key} is {raw[key]}, the module has {getattr(module, attribute)}"
+                        f"{key} is {raw[key]}, the module{of} has {getattr(module, attribute)}"
                     )
             if type(module).__name__ in SCALES:
                 seen, (said, scale) = seen + 1, SCALES[type(module).__name__]

@@ -18,6 +18,7 @@ from dsv4.loaders.ledger import LoadLedger, poisoned
 from dsv4.loaders.load import Inventory
 from dsv4.model.families import plan_model
 from dsv4.model.numerics import numerics_named
+from dsv4.model.official import ELSEWHERE
 from dsv4.probes.oracle.names import places
 from dsv4.probes.oracle.weights import decode, read_header
 from dsv4.probes.probe import Probe
@@ -242,8 +243,9 @@ class LoadLedgerProbe(Probe):
     def _values(self, subject: Subject, ledger: LoadLedger) -> Iterator[Check]:
         holds = type(subject).weight is not Subject.weight
         without = holds and lacks_mtp(subject)
-        tally = self._read(subject, [n for n in ledger.used if not (without and n.startswith("mtp."))], holds)
-        n = len(ledger.used)
+        names = [n for n in subject.files.sources if n in ledger.used or ledger.listed.get(n) == ELSEWHERE]
+        tally = self._read(subject, [n for n in names if not (without and n.startswith("mtp."))], holds)
+        n = len(names)
         if holds:
             yield from named("held value is the file's", tally.differ, tally.compared, EXACT)
             if without:

@@ -72,9 +72,9 @@ class MemoryMap(Probe):
         """Bytes that a token adds permanently."""
         return per_token(subject.config, WIDTH[subject.numerics], packed_of(subject))
 
-    def _planned(self, config, context: int, numerics: Numerics) -> list:
+    def _planned(self, subject: Subject, context: int, numerics: Numerics) -> list:
         """Streams of each layer, as the planner sizes them for one row."""
-        return cache_streams(config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
+        return cache_streams(subject.config, 1, context, DEFAULT_MAX_REWIND, numerics, mtp=True)
 
     def _kind(self, config, label: str) -> str:
         """The kind of a layer, of the MTP block too."""
@@ -158,7 +158,7 @@ class MemoryMap(Probe):
                 note=note,
             )
             return
-        layers = self._planned(subject.config, context, numerics)
+        layers = self._planned(subject, context, numerics)
         planned = {(layer.label, s.name): s.nbytes for layer in layers for s in layer.streams}
         off = [key for key in wanted.keys() | planned.keys() if wanted.get(key) != planned.get(key)]
         first = min(off, default=(where, "cache"))

@@ -21,7 +21,7 @@ MOST_NOTE = 300  # of one note
 MOST_PLACES = 6  # named of a finding that many places share
 KEYS = (
     *("subject", "checkpoint", "recorded", "commit", "dirty", "device", "versions", "numerics", "backend"),
-    *("kernels", "date"),
+    *("ranks", "kernels", "date"),
 )
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is only an underscore
 

@@ -50,6 +50,7 @@ def provenance(subject, command: list[str], seeds: dict, started: float) -> dict
         "numerics": subject.numerics,
         "backend": _backend(subject, model),
         "dispatch": _dispatch(subject, model),
+        **({"ranks": ranks} if (ranks := getattr(getattr(model, "ranks", None), "words", "")) else {}),
         **({"kernels": user_kernels.documents(model)} if model is not None and _replaces(model) else {}),
         "seeds": dict(seeds),
         "command": command_line(command),

@@ -10,7 +10,9 @@ from dsv4.errors import InputError
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.model.gqa.cache import LayerRows, cache_streams
 from dsv4.model.gqa.model import GQA_COMPOSITIONS
+from dsv4.model.ranks import Ranks
 from dsv4.model.step import Step
+from dsv4.model.together import part_of, whole_of
 from dsv4.probes.subject import GQA_POINTS, Capture
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import plain
@@ -47,7 +49,7 @@ class OurGQASubject(OurSubject):
             for start, n in steps:
                 self._step(ids, lengths, start, n, cache, logits)
         for i, rows in enumerate(cache.layers if see is None else ()):
-            put_rows(timeline, i, rows, lengths, want)
+            put_rows(timeline, i, rows, lengths, want, self.model.ranks)
         return timeline.capture(logits)
 
     def run(self, ids: torch.Tensor, schedule: Sequence[int] = (), want: Sequence[str] = ()) -> Capture:
@@ -84,16 +86,16 @@ class OurGQASubject(OurSubject):
                 step = Step(ids[:, start : start + n].to(model.device), 0, [start] * B, model.rope_frequencies())
                 x = attn_in[:, start : start + n].to(device, model.numerics.activation).flatten(0, 1)
                 block.self_attn(x, block.input_layernorm, step.on(device), rows)
-        put_rows(timeline, layer, rows, [T] * B, want)
+        put_rows(timeline, layer, rows, [T] * B, want, model.ranks)
         return timeline.capture()
 
     def weight(self, name: str) -> torch.Tensor:
-        """The parameter of that name, as the model holds it. Raises InputError for a tensor that the model does not
-        hold."""
+        """The parameter of that name, as the model holds it; of several ranks all of it. Raises InputError for a tensor
+        that the model does not hold."""
         held = dict(self.model.named_parameters())
         if name not in held:
             raise InputError(f"the model holds no parameter for {name!r}")
-        return plain(held[name])
+        return whole_of(self.model.ranks, plain(held[name]), part_of(self.model, name), self.model.device)
 
     def cache_bytes(self, batch: int, max_context: int) -> dict[tuple[str, str], int]:
         """Sizes of the storages of a cache that is allocated for this."""
@@ -107,7 +109,7 @@ class OurGQASubject(OurSubject):
     def _hand_over(
         self, see: Callable, timeline: Timeline, i: int, rows: LayerRows, lengths: list[int], want: frozenset[str], *_
     ) -> None:
-        put_rows(timeline, i, rows, lengths, want)
+        put_rows(timeline, i, rows, lengths, want, self.model.ranks)
         see(i, timeline.take(i))
 
 
@@ -139,8 +141,13 @@ class Taps:
         self.after(attn, lambda args, out: self._put(i, "attn_out", out, args[2]))
         self._undo.callback(_restore, attn, "attend", vars(attn).get("attend"))
         attn.attend = partial(
-            _watched, attn.attend, lambda args, out: self._put(i, "q_after_rope", args[0].flatten(0, 1), args[4])
+            _watched, attn.attend, lambda args, out: self._queries(i, attn, args[0].flatten(0, 1), args[4])
         )
+
+    def _queries(self, i: int, attn, q: torch.Tensor, step: Step) -> None:
+        """q [B·T, H, D] of this rank's heads."""
+        if "q_after_rope" in self.want:
+            self._put(i, "q_after_rope", attn.o_proj.ranks.of_all_heads(q), step)
 
     def after(self, module, see: Callable) -> None:
         self._undo.callback(module.register_forward_hook(lambda _, args, out: see(args, out)).remove)
@@ -151,9 +158,11 @@ class Taps:
             self.timeline.put(i, point, values.unflatten(0, (step.B, step.T)), step.starts, step.first)
 
 
-def put_rows(timeline: Timeline, i: int, rows: LayerRows, lengths: list[int], want: frozenset[str]) -> None:
-    """keys and values as the cache holds them at the end; NaN beyond a row's own tokens."""
+def put_rows(
+    timeline: Timeline, i: int, rows: LayerRows, lengths: list[int], want: frozenset[str], ranks: Ranks
+) -> None:
+    """keys and values as the cache holds them at the end, of the heads of all ranks; NaN beyond a row's own tokens."""
     beyond = (torch.arange(timeline.tokens) >= torch.tensor(lengths).unsqueeze(1))[..., None, None]
     for point in {"keys", "values"} & want:
-        held = rows.tensors[point][:, :, : timeline.tokens].transpose(1, 2).float().cpu()
+        held = ranks.of_all_heads(rows.tensors[point][:, :, : timeline.tokens].transpose(1, 2)).float().cpu()
         timeline.whole(i, point, held.masked_fill(beyond, float("nan")))

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from dsv4.errors import InputError
 from dsv4.kernels.replacing import Replacement
 from dsv4.loaders.config_files import family_of, read_json
+from dsv4.model.ranks import here
 from dsv4.probes.families import FAMILIES, ProbedFamily
 from dsv4.probes.subject import Subject
 from dsv4.probes.subjects.ours import OurSubject
@@ -18,6 +19,10 @@ def open_ours(path: str | Path, *choices: str, kernels: Mapping[str, Replacement
     if "training" in choices:
         if kernels:
             raise InputError("--kernel was given for the training backend, whose operations are differentiable")
+        if here().size > 1:
+            raise InputError(
+                f"the training backend was asked of {here().size} ranks; it runs in one process: leave one out"
+            )
         return family.open_training(path, *choices)
     return family.open_ours(path, *choices, kernels=kernels)
 

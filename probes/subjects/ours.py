@@ -18,16 +18,25 @@ from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.replacing import Replacement
+from dsv4.loaders.cuts import Cut
 from dsv4.loaders.ledger import Piece
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.families import pieces_of
 from dsv4.model.linear import Matrix
 from dsv4.model.load import load_model
+from dsv4.model.ranks import Ranks
 from dsv4.model.step import Step
+from dsv4.model.together import whole_of
 from dsv4.probes.subject import POINTS, Capture, Subject
 from dsv4.probes.subjects.dump import Timeline, check_points, steps_of
 from dsv4.probes.subjects.files import FilesSubject, plain
 
+WITHOUT_RANKS = {  # probes that several ranks leave out → why
+    "cost_model": "the cost model counts what a single process reads",
+    "fresh_process": "a new process would hold the whole model, which several ranks share",
+    "parallel": "the subject is shared by ranks itself, and there is no whole one beside it",
+    "placement": "each rank has one device, over which no layers are spread",
+}
 IN_ATTENTION = tuple(p for p in POINTS if p not in ("ffn_out", "streams"))
 
 
@@ -76,7 +85,10 @@ class OurSubject(Subject):
         )
         said = [f"{form} {what}" for form, what in ((cache, "cache"), (index_cache, "index cache")) if form != "auto"]
         said += [f"{operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items()]
+        said += [words] if (words := self.model.ranks.words) else []
         self.name = ", ".join(("ours", numerics, *said, f"backend {self.model.backend}", device))
+        if words:
+            self.without = dict(self.without) | WITHOUT_RANKS
         self.provenance = stored.provenance | {
             "backend": self.model.backend,
             "device": device,
@@ -207,18 +219,27 @@ class OurSubject(Subject):
         """The parameter as the model holds it, dequantised: its part of a stack (w13, wkv_gate) by its own official
         name.
 
-        Raises InputError for a tensor that the model does not hold.
+        Of several ranks, all of the tensor, which every rank has to ask for. Raises InputError for a tensor that the
+        model does not hold.
         """
+        part, cut = self._held(name)
+        value = whole_of(self.model.ranks, part, cut, self.model.device)
+        if value is None:
+            raise InputError(f"the model holds no parameter for {name!r}")
+        return value
+
+    def _held(self, name: str) -> tuple[torch.Tensor | None, Cut | None]:
+        """What this rank holds of an official tensor, in fp32 (int64 of integers), and which part of it that is."""
         if self._pieces is None:
             self._pieces = {p.names.get("raw", p.names.get("weight")): p for p in pieces_of(self.model)}
         if name not in self._pieces:
-            raise InputError(f"the model holds no parameter for {name!r}")
+            return None, None
         piece = self._pieces[name]
         owner, leaf = piece.parameter.rpartition(".")[::2]
         module = self.model.get_submodule(owner)
         if isinstance(module, Matrix) and leaf == "weight":
-            return plain(_dequantised(module.packed(), piece.index))
-        return plain(getattr(module, leaf)[piece.index])
+            return plain(_dequantised(module.packed(), piece.index)), module.cut
+        return plain(getattr(module, leaf)[piece.index]), piece.cut
 
     def cache_bytes(self, batch: int, max_context: int) -> dict[tuple[str, str], int]:
         """Sizes of the storages of a cache that is allocated for this, with the default room to rewind."""
@@ -249,7 +270,8 @@ def moved(value, device: torch.device):
 
 
 class _Taps:
-    """Hooks on modules while the `with` block lasts; what they see goes to a timeline.
+    """Hooks on modules while the `with` block lasts; what they see goes to a timeline. What each rank sees of its own
+    heads is put together.
 
     attn_in, attn_out, ffn_out, streams: what the modules are given and return. q_after_rope: what `attn.queries`
     returns.
@@ -283,12 +305,17 @@ class _Taps:
         """Every point within a layer's attention."""
         self._before(attn, lambda args: self._flat(i, "attn_in", args[0], args[1]))
         self._after(attn, lambda args, out: self._flat(i, "attn_out", out, args[1]))
-        self._around(attn, "queries", lambda args, out: self._flat(i, "q_after_rope", out[1], args[1]))
+        self._around(attn, "queries", lambda args, out: self._queries(i, attn.ranks, out[1], args[1]))
         if "kv_window" in self.want:
             self._around(cache.window, "extend", lambda args, pool: self._window(i, cache.window, args[0], pool))
         if hasattr(attn, "indexer"):
             self._around(attn.indexer, "scores", lambda args, out: self._scores(i, out, args[2]))
             self._after(attn.indexer, lambda args, out: self._indexer(i, attn.indexer, args, out))
+
+    def _queries(self, i: int, ranks: Ranks, q: torch.Tensor, step: Step) -> None:
+        """q [B·T, H, D] of this rank's heads."""
+        if "q_after_rope" in self.want:
+            self._flat(i, "q_after_rope", ranks.of_all_heads(q), step)
 
     def _flat(self, i: int, point: str, values: torch.Tensor, step: Step) -> None:
         """values [B·T, ...] of a step."""

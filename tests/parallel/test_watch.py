@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.parallel import watch
 from dsv4.parallel.store import PATIENCE
-from dsv4.parallel.watch import LEFT, STILL, Watch
+from dsv4.parallel.watch import LEFT, SLACK, Watch
 
 
 class Held(dict):
@@ -55,7 +55,7 @@ def test_a_silent_rank_is_named_by_all(ranks):
 
 def test_a_rank_whose_main_thread_stands_still_is_named_by_all_but_itself(ranks):
     ranks.pass_time(5, 0, 1, 2)
-    assert not any(ranks.pass_time(STILL - 1, 0, 1, 2, still=(2,)).values())
+    assert not any(ranks.pass_time(PATIENCE + SLACK - 1, 0, 1, 2, still=(2,)).values())
     found = ranks.pass_time(3, 0, 1, 2, still=(2,))
     assert found[0] == found[1] == "rank 2 of 3 stalled: it exchanged nothing for 20 s; others wait for it"
     assert found[2] is None

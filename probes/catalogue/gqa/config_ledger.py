@@ -7,6 +7,7 @@ from dsv4.errors import ConfigError
 from dsv4.model.gqa.config import FIXED, GQAConfig
 from dsv4.model.gqa.rope import frequencies
 from dsv4.probes.catalogue.config_ledger import ConfigLedger
+from dsv4.probes.joint import ranks_of
 from dsv4.probes.oracle.gqa import Shape, config_at, rotary, shape_of, tensor_shapes
 from dsv4.probes.result import Check, Status, compare
 from dsv4.probes.scenes.config_keys import STATED, UNREAD, other_values, shown
@@ -218,7 +219,7 @@ def _files(subject: Subject, raw: dict) -> Iterator[Check]:
 def _modules(subject: Subject, shape: Shape) -> Iterator[Check]:
     """What modules of our model took from the config, and the rotary frequencies."""
     wrong: dict[str, list[str]] = {}
-    seen = 0
+    seen, ranks, dims = 0, ranks_of(subject).size, (shape.heads, shape.kv_heads, shape.head_dim)
 
     def hold(part: str, where: str, found, wanted, near: float = 0.0) -> None:
         nonlocal seen
@@ -228,7 +229,7 @@ def _modules(subject: Subject, shape: Shape) -> Iterator[Check]:
 
     for i, layer in enumerate(subject.model.layers):
         a, at = layer.self_attn, f"layer {i}"
-        hold("heads", f"{at}: heads, KV heads, dims", (a.H, a.KV, a.D), (shape.heads, shape.kv_heads, shape.head_dim))
+        hold("heads", f"{at}: heads, KV heads, dims", (a.H * ranks, a.KV * ranks, a.D), dims)
         hold("scale of scores", f"{at}: scale", a.scale, shape.scale, 1e-9)
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             hold("norms, eps", f"{at}: eps", norm.eps, shape.eps)

@@ -7,8 +7,8 @@ from dsv4.model.gqa.cache import cache_streams
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.heads import heads_of
 from dsv4.model.numerics import Numerics
-from dsv4.model.ranks import ALONE
 from dsv4.probes.catalogue.memory_map import FAR, WIDTH, MemoryMap, listed
+from dsv4.probes.joint import ranks_of
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.subject import Subject
 
@@ -21,19 +21,24 @@ class GQAMemoryMap(MemoryMap):
 
     def _formula(self, subject: Subject, batch: int, context: int, mtp: bool = True) -> dict[tuple[str, str], int]:
         c = subject.config
-        rows = batch * c.num_key_value_heads * -(-context // 128) * 128
+        rows = batch * kv_heads(subject) * -(-context // 128) * 128
         size = rows * c.head_dim * WIDTH[subject.numerics]
         return {(f"layer {i}", stream): size for i in range(c.num_hidden_layers) for stream in ("keys", "values")}
 
     def _per_token(self, subject: Subject) -> float:
         c = subject.config
-        return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * WIDTH[subject.numerics]
+        return 2 * c.num_hidden_layers * kv_heads(subject) * c.head_dim * WIDTH[subject.numerics]
 
-    def _planned(self, config: GQAConfig, context: int, numerics: Numerics) -> list:
-        return cache_streams(config, heads_of(config, ALONE), 1, context, numerics)
+    def _planned(self, subject: Subject, context: int, numerics: Numerics) -> list:
+        return cache_streams(subject.config, heads_of(subject.config, ranks_of(subject)), 1, context, numerics)
 
     def _kind(self, config: GQAConfig, label: str) -> str:
         return "full" if config.windows[int(label.split()[1])] is None else "sliding"
+
+
+def kv_heads(subject: Subject) -> int:
+    """KV heads whose keys and values are in the cache: of several ranks, those of this one."""
+    return subject.config.num_key_value_heads // ranks_of(subject).size
 
 
 def far_keys(subject: Subject) -> Check:

@@ -62,10 +62,12 @@ def by_blocks(q, near, absent, entries, visible, sink, scale: float) -> torch.Te
 
 
 def row_mass(attn: CSAAttention, q, window, window_index, step, cache) -> torch.Tensor:
-    """`by_blocks` of this project's model and a batch of one row, from what its attention is given: fp32 [T, n]."""
+    """`by_blocks` of this project's model and a batch of one row, from what its attention is given: fp32 [T, n]. Of
+    several ranks the mean over the heads of all."""
     near, absent = gather_rows(window, window_index)
     entries = numbers(cache.main.entries.visible(step))[0]
-    return by_blocks(q, near, absent, entries, step.visible(attn.ratio)[0], attn.attn_sink, attn.scale)
+    mine = by_blocks(q, near, absent, entries, step.visible(attn.ratio)[0], attn.attn_sink, attn.scale)
+    return attn.ranks.sum(mine) / attn.ranks.size
 
 
 def watched(model: Model, see: Callable) -> AbstractContextManager:

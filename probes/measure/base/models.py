@@ -38,6 +38,7 @@ class ModelSubject(Subject):
         )
         self.files, self.config, self.numerics = self.model.inventory, self.model.config, numerics
         said = "".join(f", {operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items())
+        said += f", {words}" if (words := self.model.ranks.words) else ""
         said += "" if kv_memory is None else ", caches in host memory"
         self.name = f"ours, {numerics}{said}, backend {self.model.backend}, {device}"
         self.provenance = {

@@ -60,6 +60,12 @@ def added(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
     return {name: a.get(name, 0) + b.get(name, 0) for name in NAMES}
 
 
+def of_all_ranks(model: CausalLM, sums: dict[str, float]) -> dict[str, float]:
+    """The sums of all ranks together."""
+    given = torch.tensor([float(sums[name]) for name in NAMES], dtype=torch.float64, device=model.device)
+    return dict(zip(NAMES, model.ranks.sum(given).tolist()))
+
+
 def figures(sums: dict[str, float]) -> dict:
     """As JSON values; None where nothing was there to be divided by. Vacuous where every choice is kept."""
     ratio = lambda a, b: sums[a] / sums[b] if sums[b] and math.isfinite(sums[a] / sums[b]) else None
@@ -102,6 +108,8 @@ def measure(
         with variants[0].on(model):
             observe(model, selecting, ids[: contexts[-1]], contexts, queries, chunk, see)
         advance(contexts[-1])
+    if reads_by_policy(model):  # each rank looked at what its own KV heads choose
+        sums = {key: of_all_ranks(model, of) for key, of in sums.items()}
     found = []
     for variant in selecting:
         for context in contexts:

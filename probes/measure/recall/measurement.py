@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from dsv4.errors import InputError
+from dsv4.model.ranks import here
 from dsv4.probes import families
 from dsv4.probes.audit import open_subject
 from dsv4.probes.measure.base.measurement import Measurement
@@ -45,6 +46,8 @@ class Recall(Measurement):
         if dump is not None or kind != "ours":
             options = {f"--{name.replace('_', '-')}": value for name, value in choices.items()}
             refuse_idle(options | {"--kernel": kernel}, INSTEAD)
+        if dump is not None and here().size > 1:
+            raise InputError(f"--dump was given to {here().size} ranks, and nothing is run for it: leave one out")
         if dump is not None:
             refuse_idle({"--text": text}, INSTEAD)
         self.kernels, stored = kernels_named(kernel), FilesSubject(checkpoint)
