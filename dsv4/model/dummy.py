@@ -19,7 +19,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
 from dsv4.model.expert_memory import ExpertMemory
 from dsv4.model.gqa.choice import NOT_GQA, Attention
-from dsv4.model.gqa.dummy import load_gqa_dummy
+from dsv4.model.gqa.dummy import config_of, planned
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
 from dsv4.model.host_experts import place
@@ -62,24 +62,22 @@ def load_dummy(
     """
     ranks, target, choice = here() if ranks is None else ranks, resolve_device(device), numerics_named(numerics)
     asked = name, layers, numerics, backend, max_context, cache, index_cache, seed, mtp
+    ran_by = resolve_backend(backend, target)
+    model: CausalLM
     if name in GEOMETRIES:
-        if ranks.size > 1:
-            raise InputError(
-                f"random weights of {name} were asked for by {ranks.size} ranks; they share checkpoints only"
-            )
         check_choices(choice, mtp, cache, index_cache)
         if expert_memory is not None:
             raise InputError(f"experts in host memory were asked for, and {name} has no routed experts; leave it out")
-        ran_by = resolve_backend(backend, target)
-        model = load_gqa_dummy(name, layers, choice, ran_by, target, max_context, seed, attention, kernels)
-        model.kv_memory = kv_memory
-        return model
-    if attention is not None and preset(name) is not None:
-        raise InputError(NOT_GQA)
-    check_expert_memory(expert_memory, ranks)
-    config, choice = _config(name, layers, mtp), choice.with_caches(cache, index_cache)
-    together.check_alike(ranks, None, "random weights", *asked)
-    model = published_model(config, choice, resolve_backend(backend, target), mtp, kernels, ranks)
+        geometry = config_of(name, layers)
+        together.check_alike(ranks, None, "random weights", *asked)
+        model = planned(geometry, choice, ran_by, kernels, ranks)
+    else:
+        if attention is not None and preset(name) is not None:
+            raise InputError(NOT_GQA)
+        check_expert_memory(expert_memory, ranks)
+        config, choice = _config(name, layers, mtp), choice.with_caches(cache, index_cache)
+        together.check_alike(ranks, None, "random weights", *asked)
+        model = published_model(config, choice, ran_by, mtp, kernels, ranks)
     model.max_context, model.kv_memory = max_context, kv_memory
     place(model, target, expert_memory, lambda chosen: expert_room(model, chosen, target))
     fill_weights(model, seed, together.telling(ranks, progress))
@@ -87,6 +85,8 @@ def load_dummy(
         model.expert_tier.start()
     if ranks.group is not None:  # none begins before all have their weights
         ranks.group.exchange("random weights", b"")
+    if attention is not None:
+        model.attention = attention
     return model
 
 
@@ -135,7 +135,7 @@ def fill_weights(model: CausalLM, seed: int = 0, progress: Progress | None = Non
         elif leaf == "scale":
             p.fill_(0.3)
         else:  # fn, ape and the weights of router and embedding
-            part(partial(_normal, 1.0 if leaf == "ape" or name == "embed.weight" else p.shape[-1] ** -0.5))
+            part(partial(_normal, 1.0 if leaf == "ape" or module is model.embed else p.shape[-1] ** -0.5))
         done += p.nbytes
         if progress is not None:
             progress(done, total)
@@ -145,10 +145,12 @@ Draw = Callable[[torch.Tensor, torch.Generator], object]
 
 
 def _fill_matrix(module: Matrix, leaf: str, p: torch.Tensor, part: Callable[[Draw], None]) -> None:
-    """The weight of a matrix, or its scales: they give the map a gain near 1."""
+    """The weight of a matrix, or its scales, which give the map a gain near 1; or its bias."""
     form, cut = module.storage.format, module.cut
     K = cut.whole if cut and cut.axis else module.weight.shape[-1] * (2 if form is WeightFormat.MXFP4 else 1)
-    if leaf == "scale":
+    if leaf == "bias":
+        part(partial(_normal, 0.1))
+    elif leaf == "scale":
         rms = E4M3_RMS if form is WeightFormat.FP8 else E2M1_RMS
         p.view(torch.uint8).fill_(127 + round(torch.log2(torch.tensor(K**-0.5 / rms)).item()))
     elif form is WeightFormat.DENSE:

@@ -22,7 +22,8 @@ from dsv4.model.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Asking:
     """What a plan is made for: `batch` rows of `context` tokens. inventory: None of a published configuration without a
-    checkpoint; attention: a policy, and kv_memory: caches in host memory, where they are asked for."""
+    checkpoint; attention: a policy, and kv_memory: caches in host memory, where they are asked for; ranks: which rank
+    it is for."""
 
     config: Any
     inventory: Inventory | None
@@ -32,6 +33,7 @@ class Asking:
     max_rewind: int
     attention: Attention | None = None
     kv_memory: HostMemory | None = None
+    ranks: Ranks = ALONE
 
 
 class Family(ABC):
@@ -67,6 +69,10 @@ class Family(ABC):
     def rank_model(self, config: Any, inventory: Inventory | None, numerics: Numerics, ranks: Ranks) -> CausalLM:
         """The model of one of `ranks` on the meta device, held against the checkpoint's headers; without a checkpoint,
         of the published formats. Raises InputError for numbers that so many ranks cannot share, CheckpointError."""
+
+    def part_config(self, config: Any, ranks: Ranks) -> Any:
+        """The config of a model whose decode step reads as much of its cache as the part of one of `ranks` does."""
+        return config
 
     @abstractmethod
     def pieces(self, model: Any, within: str = "") -> list[Piece]:

@@ -24,8 +24,8 @@ UNWATCHED = 600.0
 
 
 def join(device: str = "cpu", by_expert: bool = False, patience: float = PATIENCE) -> Ranks:
-    """Join the other ranks that the environment names, once. by_expert: as in `Ranks`; patience: seconds that a rank may
-    be silent. Raises RankLost where they do not come."""
+    """Join the other ranks that the environment names, once. by_expert: as in `Ranks`; patience: seconds that a rank
+    may be silent. Raises RankLost where they do not come."""
     found = asked()
     if found is None or here() is not ALONE:
         return here()

@@ -21,6 +21,7 @@ from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
+from dsv4.model.ranks import Ranks
 from dsv4.runtime.beside import cache_beside
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
 from dsv4.runtime.memory import Plan, Row, free_bytes, stream_rows, weight_rows
@@ -93,7 +94,7 @@ def plan(
     asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
     caches, tensors = _cache_rows(asking), held_tensors(config, inventory, choice)
     experts: dict | None = None
-    shared = rank_plans(asking, ranks, caches, CHUNK if device == "cpu" else GPU_CHUNK) if ranks > 1 else []
+    shared = rank_plans(asking, ranks, _cache_rows, CHUNK if device == "cpu" else GPU_CHUNK) if ranks > 1 else []
     if shared:
         rows, tensors = summed(shared), shared[0].tensors
     elif expert_memory is not None:
@@ -107,7 +108,8 @@ def plan(
         experts = {"resident": slots, "of": sized.experts, "layers": len(sized.each), "expert_bytes": max(sized.each)}
     else:
         rows = [*weight_rows(tensors), *caches]
-    read = step_parts(config, choice, tensors, batch, context, attention.policy if attention else dense())
+    part = family.part_config(config, Ranks(0, ranks))
+    read = step_parts(part, choice, tensors, batch, context, attention.policy if attention else dense())
     sizes, of_one = Plan(tuple(rows)), Plan(tuple(caches))
     if shared:
         found = [Unit(f"rank {p.rank}", p.total("weights"), p.total("cache", "staging", "step")) for p in shared]

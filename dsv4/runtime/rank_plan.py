@@ -1,8 +1,8 @@
 """What each of several ranks that hold one model together allocates: its parameters, by the model's own cuts, its
 caches, and what a step takes beside them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from dsv4.loaders.files import DTYPE_NAMES
 from dsv4.model import families
@@ -46,42 +46,51 @@ class RankPlan:
         }
 
 
-def rank_plans(asking: Asking, size: int, caches: Sequence[Row], chunk: int) -> list[RankPlan]:
-    """The plan of each of `size` ranks, from the model that it builds, on the meta device. caches: rows of the caches,
-    which every rank holds whole; chunk: tokens of a row in one step. Raises InputError for numbers that so many ranks
-    cannot share."""
+def rank_plans(asking: Asking, size: int, caches: Callable[[Asking], Sequence[Row]], chunk: int) -> list[RankPlan]:
+    """The plan of each of `size` ranks, from the model that it builds, on the meta device. caches: gives the rows of a
+    rank's caches; chunk: tokens of a row in one step. Raises InputError for numbers that so many ranks cannot share."""
     family, found = families.of(asking.config), []
     for rank in range(size):
-        model = family.rank_model(asking.config, asking.inventory, asking.numerics, Ranks(rank, size))
+        ranks = Ranks(rank, size)
+        model = family.rank_model(asking.config, asking.inventory, asking.numerics, ranks)
         held = dict(model.named_parameters())
         tensors = {name: (DTYPE_NAMES[p.dtype], tuple(p.shape)) for name, p in held.items()}
         replicated = sum(p.nbytes for name, p in held.items() if part_of(model, name) is None)
-        rows = (*weight_rows(tensors), *caches, *step_rows(model, asking, size, chunk))
+        rows = (*weight_rows(tensors), *caches(replace(asking, ranks=ranks)), *step_rows(model, asking, size, chunk))
         found.append(RankPlan(rank, rows, tensors, replicated))
     return found
 
 
 def step_rows(model: CausalLM, asking: Asking, size: int, chunk: int) -> list[Row]:
     """The largest tensors of a prefill chunk of every row that exist at once: an estimate, by what the triton backend
-    allocates. Attention, experts and a sum over ranks take turns, so the largest of them counts."""
+    allocates. Attention, experts (or the MLP) and a sum over ranks take turns, so the largest of them counts."""
     c, wide, tokens = asking.config, asking.numerics.activation.itemsize, min(chunk, asking.context)
-    N, d, heads = asking.batch * tokens, c.hidden_size, model.layers[0].attn.H
-    count, k, I = f"{asking.batch} rows × {tokens} tokens", c.num_experts_per_tok, c.moe_intermediate_size
+    N, d, streams = asking.batch * tokens, c.hidden_size, getattr(c, "hc_mult", 1)
+    count = f"{asking.batch} rows × {tokens} tokens"
     row = lambda name, nbytes, formula: Row("step", name, nbytes, formula)
-    turns = (
-        row(
-            "attention",
-            3 * N * heads * c.head_dim * wide + SCORES,
-            f"3 × {count} × {heads} heads × {c.head_dim} × {wide} B + {SCORES} B of index scores",
-        ),
-        row("routed experts", N * k * (3 * I + d) * wide, f"{count} × {k} experts × (3 × {I} + {d}) × {wide} B"),
-        row("sum over ranks", (size + 2) * N * d * 4, f"({size} ranks + 2) × {count} × {d} × 4 B"),
-    )
+    sums = row("sum over ranks", (size + 2) * N * d * 4, f"({size} ranks + 2) × {count} × {d} × 4 B")
+    turns = (*_sublayers(model, c, N, count, wide), sums)
     return [
-        row("streams", 2 * N * c.hc_mult * d * wide, f"2 × {count} × {c.hc_mult} × {d} × {wide} B"),
+        row("streams", 2 * N * streams * d * wide, f"2 × {count} × {streams} × {d} × {wide} B"),
         max(turns, key=lambda one: one.nbytes),
         row("logits", 3 * asking.batch * c.vocab_size * 4, f"3 × {asking.batch} rows × {c.vocab_size} × 4 B"),
     ]
+
+
+def _sublayers(model: CausalLM, c, N: int, count: str, wide: int) -> Iterator[Row]:
+    """Attention and what follows it, of N tokens (`count` in words) in numbers of `wide` bytes."""
+    layer = model.layers[0]
+    if hasattr(layer, "mlp"):
+        H, KV, I = layer.self_attn.H, layer.self_attn.KV, len(layer.mlp.up_proj.weight)
+        size, formula = 2 * (H + KV) * c.head_dim, f"2 × ({H} + {KV}) heads × {c.head_dim}"
+        yield Row("step", "attention", N * size * wide, f"{count} × {formula} × {wide} B")
+        yield Row("step", "MLP", 3 * N * I * wide, f"3 × {count} × {I} × {wide} B")
+        return
+    heads, k, d, I = layer.attn.H, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
+    size, formula = 3 * N * heads * c.head_dim * wide, f"3 × {count} × {heads} heads × {c.head_dim} × {wide} B"
+    yield Row("step", "attention", size + SCORES, f"{formula} + {SCORES} B of index scores")
+    size, formula = N * k * (3 * I + d) * wide, f"{count} × {k} experts × (3 × {I} + {d}) × {wide} B"
+    yield Row("step", "routed experts", size, formula)
 
 
 def summed(plans: Sequence[RankPlan]) -> list[Row]:

@@ -7,17 +7,23 @@ from dsv4.errors import InputError
 from dsv4.loaders.ledger import poison, poisoned
 from dsv4.model import dummy
 from dsv4.model.dummy import load_dummy
+from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.ranks import Ranks
 from dsv4.model.together import viewed
 from dsv4.parallel.threads import together
 from tests.checkpoints import SMALL
 
 WIDE = SMALL | dict(moe_intermediate_size=256, n_routed_experts=8, o_groups=4, vocab_size=321)
+THIN = dict(
+    hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=101
+)
 
 
 @pytest.fixture(autouse=True)
 def thinned(monkeypatch):
-    """Flash of few small layers, drawn in pieces that parts begin and end within."""
+    """Flash of few small layers, drawn in pieces that parts begin and end within; and small GQA geometries."""
+    for name, raw in GEOMETRIES.items():
+        monkeypatch.setitem(GEOMETRIES, name, raw | THIN)
     monkeypatch.setattr(dummy, "preset", lambda name: dict(WIDE) if name == "flash" else None)
     monkeypatch.setattr(dummy, "PIECE", 3000)
 
@@ -55,6 +61,26 @@ def test_what_a_rank_holds_is_of_the_whole_model(monkeypatch, size, numerics, by
     assert {"ffn.shared_experts.w2.weight", "attn.wq_b.weight"} <= cut and "attn.wkv.weight" not in cut
 
 
+@pytest.mark.parametrize("geometry", ["qwen2.5-7b", "llama-8b"])
+def test_a_rank_of_a_gqa_geometry_holds_what_is_of_the_whole_model(geometry):
+    whole = dict(load_dummy(geometry, layers=1).named_parameters())
+    cut = set()
+    for rank in range(2):
+        model = load_dummy(geometry, layers=1, ranks=Ranks(rank, 2))
+        assert {name for name, _ in model.named_parameters()} == set(whole)
+        for name, p in model.named_parameters():
+            given, part = whole[name], viewed(model, name, p)[1]
+            if part is not None:
+                cut.add(name.removeprefix("model.layers.0."))
+                given = given.narrow(part.axis, part.start, part.size)
+            assert torch.equal(bits(p), bits(given)) and p.isfinite().all() and p.any(), name
+    biases = {f"self_attn.{name}_proj.bias" for name in "qkv"} if geometry == "qwen2.5-7b" else set()
+    weights = {f"self_attn.{name}_proj.weight" for name in "qkvo"} | {
+        f"mlp.{n}_proj.weight" for n in ("gate", "up", "down")
+    }
+    assert cut == biases | weights | {"model.embed_tokens.weight", "lm_head.weight"}
+
+
 def test_seeds_names_and_pieces_differ():
     model, other = load_dummy("flash"), load_dummy("flash", seed=1)
     w, v = (m.get_parameter("layers.0.ffn.experts.w2.weight") for m in (model, other))
@@ -80,7 +106,7 @@ def test_ranks_compute_what_the_whole_model_computes():
 def test_ranks_that_were_asked_for_others_are_refused():
     with pytest.raises(InputError, match="ranks differ in options"):
         together(2, lambda ranks: load_dummy("flash", seed=ranks.rank, ranks=ranks))
-    with pytest.raises(InputError, match="they share checkpoints only"):
-        load_dummy("qwen2.5-7b", ranks=Ranks(0, 2))
+    with pytest.raises(InputError, match="num_key_value_heads is 2, which 4 ranks cannot share"):
+        load_dummy("qwen2.5-7b", ranks=Ranks(0, 4))
     with pytest.raises(InputError, match="num_attention_heads is 4, which 3 ranks cannot share"):
         load_dummy("flash", ranks=Ranks(0, 3))

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
+from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.loaders.expected import official_tensors, preset
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model.config import ModelConfig
+from dsv4.model.gqa.choice import attention_named
 from dsv4.model.load import load_model
 from dsv4.model.ranks import Ranks
 from dsv4.parallel import launch
@@ -15,6 +17,8 @@ from dsv4.runtime import planning
 from dsv4.runtime.gpus import named_bytes
 from dsv4.runtime.planning import plan
 from tests.parallel.test_ranks import DEMO
+
+GQA = DEMO.parent / "demo_gqa"
 
 # tensors that ranks hold parts of; all others are on every rank
 CUT = r"^(embed|head)\.|\.experts\.|\.shared_experts\.|\.attn\.(wq_b|wo_a|wo_b|attn_sink)"
@@ -45,6 +49,32 @@ def test_a_rank_allocates_what_its_plan_says(size, numerics, formats):
     for key in ("weights_bytes", "cache_bytes", "step_bytes"):
         assert document[key] == sum(r[key] for r in document["ranks"])
     assert document["total_bytes"] == sum(row["nbytes"] for row in document["rows"])
+
+
+@pytest.mark.parametrize(
+    "policy, memory",
+    [(None, None), ("block-bound", None), ("snapkv", None), ("block-mean", HostMemory(12))],
+    ids=lambda given: given if isinstance(given, str) else str(type(given).__name__),
+)
+@pytest.mark.parametrize("numerics", ["fp32", "native"])
+def test_a_rank_of_a_gqa_model_allocates_what_its_plan_says(numerics, policy, memory):
+    reads = policy and attention_named(policy, "1K")
+    asked = dict(attention=reads, kv_memory=memory)
+    document, whole = (plan(str(GQA), "2K", 3, 8, numerics, "80GiB", ranks=n, **asked) for n in (2, 1))
+    for r in document["ranks"]:
+        model = load_model(GQA, numerics=numerics, backend="reference", ranks=Ranks(r["rank"], 2), **asked)
+        cache = model.new_cache(3, 2048, 8)
+        assert r["weights_bytes"] == model.nbytes == sum(group(r, "weights").values())
+        assert r["cache_bytes"] + r["staging_bytes"] == cache.nbytes
+        assert r["pinned_bytes"] == getattr(cache, "host_bytes", 0) and bool(r["pinned_bytes"]) == bool(memory)
+        assert r["step_bytes"] == sum(group(r, "step").values()) > 0
+    for key in ("cache_bytes", "pinned_bytes"):
+        assert sum(r[key] for r in document["ranks"]) == whole[key]
+    again = {r["replicated_bytes"] for r in document["ranks"]}
+    assert document["weights_bytes"] - whole["weights_bytes"] == again.pop() and not again
+    read, of_whole = ({row["name"]: row["nbytes"] for row in d["step"]} for d in (document, whole))
+    cached = [name for name in read if name not in ("embedding", "layers and norms", "output head")]
+    assert cached and all(2 * read[name] == of_whole[name] for name in cached)
 
 
 @pytest.mark.parametrize("size, weights", [(2, 80485863496), (4, 40924052296), (8, 21143146696)])
@@ -97,7 +127,7 @@ def test_ranks_share_host_memory(monkeypatch):
         (("flash", "--tensor-parallel-size", "3"), "num_attention_heads is 64, which 3 ranks cannot share equally"),
         (("flash", "--tensor-parallel-size", "16"), "o_groups is 8, which 16 ranks cannot share equally"),
         (("demo", "--tensor-parallel-size", "8"), "o_groups is 4, which 8 ranks cannot share equally"),
-        (("demo_gqa", "--tensor-parallel-size", "2"), "plans count those of DeepSeek-V4 models only"),
+        (("demo_gqa", "--tensor-parallel-size", "4"), "num_key_value_heads is 2, which 4 ranks cannot share equally"),
         (("flash", "--tensor-parallel-size", "2", "--gpus", "2", "--device", "h100"), "leave out one"),
         (("flash", "--tensor-parallel-size", "2", "--device", "cuda:0"), "--tensor-parallel-size 2 was given with"),
         (("flash", "--tensor-parallel-size", "0"), "--tensor-parallel-size"),

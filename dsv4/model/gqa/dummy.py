@@ -12,37 +12,14 @@ import torch
 from dsv4.errors import InputError
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.model.gqa.cache import GroupedCache
-from dsv4.model.gqa.choice import Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
 from dsv4.model.numerics import Numerics, numerics_named
+from dsv4.model.ranks import ALONE, Ranks
 
 LONGEST = 1 << 20
-
-
-def load_gqa_dummy(
-    name: str,
-    layers: int | None,
-    numerics: Numerics,
-    backend: str,
-    device: torch.device,
-    max_context: int | None = None,
-    seed: int = 0,
-    attention: Attention | None = None,
-    kernels: Mapping | None = None,
-) -> GQAModel:
-    """The first `layers` layers of a geometry, in bf16 (fp32 in numerics of that name); maps have gains near 1.
-
-    Raises InputError for a number of layers that it does not have.
-    """
-    model = _planned(config_of(name, layers), numerics, backend, kernels).to_empty(device=device)
-    model.device, model.max_context = device, max_context
-    fill_weights(model, seed)
-    if attention is not None:
-        model.attention = attention
-    return model
 
 
 def config_of(name: str, layers: int | None = None) -> GQAConfig:
@@ -56,36 +33,26 @@ def config_of(name: str, layers: int | None = None) -> GQAConfig:
     return GQAConfig.from_dict(raw | {"num_hidden_layers": layers, "max_position_embeddings": LONGEST})
 
 
-def _planned(config: GQAConfig, numerics: Numerics, backend: str, kernels: Mapping | None = None) -> GQAModel:
-    """The model on the meta device: shapes and dtypes without memory."""
+def planned(
+    config: GQAConfig, numerics: Numerics, backend: str, kernels: Mapping | None = None, ranks: Ranks = ALONE
+) -> GQAModel:
+    """The model of one of `ranks` on the meta device: shapes and dtypes without memory, in bf16 (fp32 in numerics of
+    that name)."""
     storage = Storage() if numerics.dense else Storage(WeightFormat.DENSE, torch.bfloat16)
     with torch.device("meta"):
-        return GQAModel(config, numerics, backend, lambda leaf: storage, kernels)
+        return GQAModel(config, numerics, backend, lambda leaf: storage, kernels, ranks)
 
 
 def tensors_of_geometry(name: str, layers: int | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name → (dtype as in safetensors, shape) of the weights of the first `layers` layers of a geometry (None: all), as
-    `load_gqa_dummy` makes them in native numerics."""
-    return tensors_held(_planned(config_of(name, layers), numerics_named("native"), "reference"))
+    `dsv4.model.dummy.load_dummy` makes them in native numerics."""
+    return tensors_held(planned(config_of(name, layers), numerics_named("native"), "reference"))
 
 
 def tensors_held(model: GQAModel) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Name → (dtype as in safetensors, shape) of a model's weights."""
     names = {torch.bfloat16: "BF16", torch.float32: "F32"}
     return {name: (names[p.dtype], tuple(p.shape)) for name, p in model.named_parameters()}
-
-
-@torch.no_grad()
-def fill_weights(model: GQAModel, seed: int = 0) -> None:
-    """Random numbers in every parameter, from one generator of the device."""
-    g = torch.Generator(model.device).manual_seed(seed)
-    for name, p in model.named_parameters():
-        if name.endswith("bias"):
-            p.normal_(0, 0.1, generator=g)
-        elif p.dim() == 1:
-            p.fill_(1.0)
-        else:
-            p.normal_(0, 1.0 if "embed_tokens" in name else p.shape[-1] ** -0.5, generator=g)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -111,10 +112,15 @@ class GQA(Family):
         return plan_model(inventory, numerics, backend, kernels, ranks)
 
     def rank_model(self, config, inventory, numerics, ranks):
-        raise InputError(
-            f"{ranks.size} ranks were asked for; plans count those of DeepSeek-V4 models only: leave out "
-            "--tensor-parallel-size"
-        )
+        if inventory is None:
+            raise InputError("a plan of ranks of a GQA model is made for a checkpoint directory")
+        model = self.plan(inventory, numerics, "reference", None, ranks=ranks)
+        model.ledger.check()
+        return model
+
+    def part_config(self, config, ranks):
+        heads = heads_of(config, ranks)
+        return replace(config, num_attention_heads=heads.H, num_key_value_heads=heads.KV)
 
     def pieces(self, model, within=""):
         return pieces_of(model, within)
@@ -131,7 +137,7 @@ class GQA(Family):
 
     def cache_streams(self, asking):
         policy, memory = asking.attention and asking.attention.policy, asking.kv_memory
-        heads = heads_of(asking.config, ALONE)
+        heads = heads_of(asking.config, asking.ranks)
         sizes = asking.config, heads, asking.batch, asking.context, asking.numerics
         if memory is None:
             return caches.cache_streams(*sizes, policy), []
