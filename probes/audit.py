@@ -54,7 +54,7 @@ def open_subject(
     foreign, (kind, _, rest) = is_foreign(kind), kind.partition(":")
     if here().size > 1 and kind != "ours":
         raise InputError(
-            f"subject {kind!r} was asked of {here().size} ranks, which share this project's model; audit ours"
+            f"subject {kind!r} was given to {here().size} ranks, which share this project's model only; audit ours"
         )
     if kernels and kind != "ours":
         raise InputError(f"--kernel would change nothing of subject {kind!r}; leave it out, or audit ours")

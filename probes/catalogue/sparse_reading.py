@@ -61,7 +61,7 @@ class SparseReading(Probe):
         model = subject.model
         if why := out_of_reach(model):
             return [vacuous(self.title, why, part="sparse reading")]
-        if model.config.num_key_value_heads < 2:
+        if model.heads.KV < 2:  # of several ranks, this one's
             several = [vacuous("each KV head chooses for itself", "there is one KV head", part="keep-set")]
         else:
             several = []

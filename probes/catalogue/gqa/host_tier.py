@@ -119,7 +119,7 @@ class Beside:
         model, c = subject.model, subject.config
         self.policy, self.resident, self.scale = policy, resident, model.layers[0].self_attn.scale
         self.rows = HostRows(
-            len(LENGTHS), c.num_key_value_heads, room, c.head_dim, model.numerics.cache, model.device, policy, slots
+            len(LENGTHS), model.heads.KV, room, c.head_dim, model.numerics.cache, model.device, policy, slots
         )
         self.op = bind(GQA_OPERATIONS, model.backend, DispatchLedger(), replacements=model.replacements)
         self.fetches = Fetches(self.op.fetch, len(LENGTHS))
