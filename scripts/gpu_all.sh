@@ -2,8 +2,8 @@
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
-#                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier host_waits;
-#                                   all if none
+#                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory
+#                                   host_waits; all if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
@@ -14,9 +14,9 @@
 # sweep_qwen: time of a token against batch, all policies, with and without stopping early, 9 minutes; termination: its report on the small
 # GQA model with the agreement table and needles of 32K haystacks; first_token: prompts of a whole GQA model, dense and sparse, by
 # length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
-# model and its map; host_tier: caches in host memory; host_waits: how often the host waits while the demo decodes with drafts. Parts run one
-# after another, because some are timed; each at most LIMIT seconds (default 600). Results go to $OUT, or each to its
-# place in audits/ (scripts/places.py).
+# model and its map; host_tier: caches in host memory; expert_memory: routed experts there; host_waits: how often the host
+# waits while the demo decodes with drafts. Parts run one after another, because some are timed; each at most LIMIT seconds
+# (default 600). Results go to $OUT, or each to its place in audits/ (scripts/places.py).
 # WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
 # JOURNALS: a folder; kernels, matrix, selftest and both parts of speculation, cut off, go on where they stopped when called again with it.
 set -uo pipefail
@@ -26,7 +26,7 @@ export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier host_waits)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory host_waits)
 
 place() {  # KIND SUBJECT: where reports go that dsv4 itself writes
   [ -n "${OUT:-}" ] && echo "$OUT" || "$python" -m scripts.places "$@"
@@ -66,6 +66,7 @@ part() {
     regime) "$python" -m dsv4 regime measure --out "$(place regime gqa)"
       "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$(place regime csa)" ;;
     host_tier) "$python" scripts/bench_host_tier.py ${OUT:+--out "$OUT"} ;;
+    expert_memory) "$python" scripts/bench_expert_memory.py ${OUT:+--out "$OUT"} ;;
     host_waits) "$python" scripts/measure_host_waits.py ${OUT:+--out "$OUT"} ;;
     *) echo "unknown part $1"; return 2 ;;
   esac

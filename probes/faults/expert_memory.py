@@ -100,9 +100,14 @@ def down_projections_are_not_fetched(site: Site) -> None:
 
 @mutation("1.21", parts=("another expert",), **FIRST)
 def the_expert_before_is_fetched(site: Site) -> None:
-    """Every matrix is copied from one expert early in host memory."""
-    early = lambda pool: pool._replace(host=pool.host.roll(1, 1))
-    fetcher(site, lambda real, table, pools, *rest: real(table, tuple(map(early, pools)), *rest))
+    """Every matrix that a decoding step misses is copied from one expert early in host memory."""
+
+    def change(real, table, pools, wanted, *rest):
+        if wanted.shape[1] < table.held.shape[1]:  # else all slots are filled, from a buffer that may lack that expert
+            pools = tuple(pool._replace(host=pool.host.roll(1, 1)) for pool in pools)
+        return real(table, pools, wanted, *rest)
+
+    fetcher(site, change)
 
 
 @mutation("1.21", parts=("slot number",), **FIRST)
