@@ -42,4 +42,4 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
         gate, up = y.chunk(2, -1)
         h = clamped_swiglu(gate, up, limit).mul_(weights[mine].unsqueeze(-1)).to(x.dtype)
         out[order[mine]] = linear(h, expert(w2, e), simulate).float()
-    return sum(out.view(*indices.shape, -1).unbind(1), torch.zeros_like(x, dtype=torch.float32))
+    return sum(out.view(*indices.shape, x.shape[1]).unbind(1), torch.zeros_like(x, dtype=torch.float32))

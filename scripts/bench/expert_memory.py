@@ -108,9 +108,9 @@ def markdown(found: dict) -> str:
         f"`{about['command']}`",
         "",
         f"{held['layers']} layers ran: {held['resident']} of {held['of']} experts of each have slots "
-        f"({format_bytes(held['device_bytes'])} on the device), all are in {format_bytes(held['pinned_bytes'])} of host "
-        f"memory. Random weights choose experts evenly. Link: {rate}. Tokens/s of {whole} layers are those of the layers "
-        "that ran, scaled by their number.",
+        f"({format_bytes(held['device_bytes'])} on the device), all are in {format_bytes(held['pinned_bytes'])} of "
+        f"host memory. Random weights choose experts evenly. Link: {rate}. Tokens/s of {whole} layers are those of the "
+        "layers that ran, scaled by their number.",
         "",
         f"| steps | hit | fetched a token | ms a token | of the link | tokens/s, {whole} layers | the link allows |",
         "|---|---:|---:|---:|---:|---:|---:|",
