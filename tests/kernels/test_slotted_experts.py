@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsv4.kernels.experts import experts
+from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.kernels.staging import bring, fetch, items_of, new_table, paired
 from tests.kernels.gqa_inputs import DEVICE, randn
@@ -23,6 +24,7 @@ def test_a_pool_has_the_bits_of_the_stack(backend, tokens):
     g = torch.Generator().manual_seed(tokens)
     slots = torch.stack([torch.randperm(S, generator=g)[:3] for _ in range(tokens)]).to(DEVICE)
     x, routing = randn(tokens, D, seed=5), randn(tokens, 3, seed=6).abs()
+    assert hold("w13", pool[0]).stack == E  # by which tiles are chosen; in fp32 on a host processor they change no bit
     got = experts(x, slots, routing, *pool, 10.0, False, backend=backend)
     assert torch.equal(got, experts(x, held[slots], routing, *whole, 10.0, False, backend=backend))
 
