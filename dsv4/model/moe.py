@@ -65,11 +65,14 @@ class Experts(Module):
         return (indices, self.w13.packed(), self.w2.packed()) if self.host is None else self.host.stacks(indices)
 
     def local(self, indices: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers among this rank's experts, and weights; another rank's expert becomes one of these with weight 0."""
+        """Numbers among this rank's experts, and weights. Another rank's expert becomes −1, which kernels skip; a
+        user's kernel is not asked to, and gets one of these with weight 0."""
         if self.part.partial is None:
             return indices, weights
         E, own = self.part.size, indices - self.part.start
-        return own % E, torch.where((own >= 0) & (own < E), weights, 0.0)
+        mine = (own >= 0) & (own < E)
+        skipped = own % E if "experts" in self.op.replaced else own.masked_fill(~mine, -1)
+        return skipped, weights.masked_fill(~mine, 0.0)
 
 
 class SharedExpert(Module):

@@ -23,7 +23,8 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     I2, D = w13.out_features, x.shape[1]
     if N * k > MAX_PAIRS or N * k * I2 * D > MAX_GATHERED:
         return reference.experts(x, indices, routing, w13, w2, limit, simulate)
-    flat = indices.flatten()
+    # gathered all the same, so that shapes are static: local expert 0, with weight 0
+    flat, routing = indices.flatten().clamp(min=0), routing.masked_fill(indices < 0, 0.0)
     inputs = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if simulate else x
     if N == 1:  # one token: its k matrices are one tall matrix
         same = w13.format is WeightFormat.DENSE and w13.weight.dtype is x.dtype

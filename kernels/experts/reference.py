@@ -24,12 +24,12 @@ def shared_expert(
 def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: float, simulate: bool) -> torch.Tensor:
     """Σ over a token's experts of w2·(routing weight · swiglu), summed in fp32.
 
-    x [N, D]; indices int64 [N, k]; routing fp32 [N, k]; w13 [E, 2I, D] (gate rows, then up rows);
-    w2 [E, D, I]. The routing weight multiplies before w2, where the result is rounded to
-    x.dtype. simulate as in `linear`. A token's experts are added in the order of its list, so the sum does not depend
-    on how experts are numbered. Returns fp32 [N, D].
+    x [N, D]; indices int64 [N, k], −1 for an expert of another rank, which adds nothing and whose weights are not
+    read (not in training); routing fp32 [N, k]; w13 [E, 2I, D] (gate rows, then up rows); w2 [E, D, I]. The routing
+    weight multiplies before w2, where the result is rounded to x.dtype. simulate as in `linear`. A token's experts are
+    added in the order of its list, so the sum does not depend on how experts are numbered. Returns fp32 [N, D].
     """
-    out = torch.empty(indices.numel(), x.shape[1], dtype=torch.float32, device=x.device)
+    out = torch.zeros(indices.numel(), x.shape[1], dtype=torch.float32, device=x.device)
     flat, order = indices.flatten().sort(stable=True)
     token = order // indices.shape[1]
     weights = routing.flatten().index_select(0, order)
@@ -38,6 +38,8 @@ def experts(x, indices, routing, w13: PackedWeight, w2: PackedWeight, limit: flo
     for e, count in zip(found.tolist(), counts.tolist()):
         mine = slice(start, start + count)
         start += count
+        if e < 0:
+            continue
         y = linear(x.index_select(0, token[mine]), expert(w13, e), simulate)
         gate, up = y.chunk(2, -1)
         h = clamped_swiglu(gate, up, limit).mul_(weights[mine].unsqueeze(-1)).to(x.dtype)

@@ -93,7 +93,7 @@ def _mixture(
         return ys
     block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
     combine_experts[(N, triton.cdiv(d, block))](
-        y, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
+        y, pairs.indices, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
     )
     return out
 

@@ -2,7 +2,8 @@
 
 `order` int32 [P]: pair numbers (token · k + slot), those of an expert side by side and in their own order. `table`
 int32 [1 + 3·BLOCKS]: how many entries of the following three lists are valid, then each block's expert (−1 for none),
-its first place in `order`, and its number of pairs.
+its first place in `order`, and its number of pairs. Pairs whose expert is −1, of another rank, would come first in
+`order`, are in no block, and their places hold anything.
 
 While one program sorts, others may quantise the tokens, so that the products need not quantise them for each tile.
 """
@@ -120,7 +121,7 @@ def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.co
     tl.debug_barrier()
     e, rank = tl.load(LISTS + p, mask=live, other=0), tl.load(LISTS + P + p, mask=live, other=1)
     count = tl.load(LISTS + 2 * P + p, mask=live, other=0)
-    head = live & (rank % T == 0)
+    head = live & (e >= 0) & (rank % T == 0)
     block = tl.cumsum(head.to(tl.int32), 0) - 1
     tl.store(TABLE, tl.sum(head.to(tl.int32), 0))
     tl.store(TABLE + 1 + block, e, mask=head)
@@ -147,7 +148,7 @@ def _sort_many(INDICES, ORDER, TABLE, P, blocks, E, T: tl.constexpr, CHUNK: tl.c
         at = place + tl.cumsum(found.to(tl.int32), 0) - 1
         tl.store(ORDER + at, start + i, mask=found)
         place += tl.sum(found.to(tl.int32), 0)
-    opening = less // T + e
+    opening = tl.where(e == 0, 0, less // T + e)  # `less` has pairs of no expert, and no block is left unwritten
     end = tl.where(e == E - 1, blocks, (less + count) // T + e + 1)
     for start in range(opening, end, CHUNK):
         block = start + i

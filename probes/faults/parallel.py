@@ -184,8 +184,8 @@ def experts_of_other_ranks_are_not_masked(site: Site) -> None:
     """Where a token goes to another rank's expert, a rank runs one of its own in its place, with that one's weight."""
 
     def local(experts, indices, weights):
-        found = real(experts, indices, weights)
-        return found[0], weights
+        own = real(experts, indices, weights)[0]
+        return torch.where(own < 0, (indices - experts.part.start) % experts.part.size, own), weights
 
     real = site.patch(Experts, "local", local)
 

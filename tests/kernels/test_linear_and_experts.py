@@ -81,3 +81,20 @@ def test_parts_of_a_shared_experts_width_add_up_to_the_whole_in_bf16_too(simulat
     whole = shared_expert(x, *of(slice(0, I)), 10.0, simulate)
     assert whole.dtype == torch.float32 and not torch.equal(whole, whole.bfloat16().float())
     assert (sum(parts) - whole).abs().max() < 1e-5 * whole.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_expert_of_another_rank_has_the_bits_of_one_with_weight_0(dtype, backend, tokens):
+    g = torch.Generator().manual_seed(4)
+    E, D, I, k = 4, 64, 64, 3
+    x = torch.randn(tokens, D, generator=g).to(dtype)
+    w13, w2 = stack(E, 2 * I, D, "mxfp4", 2), stack(E, D, I, "mxfp4", 1, 100)
+    indices = torch.stack([torch.randperm(E + 3, generator=g)[:k] for _ in range(tokens)])
+    routing, foreign = torch.rand(tokens, k, generator=g), indices >= E
+    assert foreign.any()
+    zero = experts(x, indices % E, routing.masked_fill(foreign, 0.0), w13, w2, 10.0, True, backend=backend)
+    skipped = experts(x, indices.masked_fill(foreign, -1), routing, w13, w2, 10.0, True, backend=backend)
+    assert torch.equal(skipped, zero) and not (skipped == 0).all()
+    assert (skipped.view(torch.int32) != -(2**31)).all()  # no −0

@@ -172,19 +172,24 @@ def test_what_is_refused():
     "N,k,E,T,few",
     [(1, 4, 9, 8, 512), (7, 3, 5, 8, 512), (50, 4, 6, 16, 512), (50, 4, 6, 16, 0), (9, 2, 20, 8, 0), (33, 2, 3, 32, 0)],
 )
-def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
+@pytest.mark.parametrize("foreign", [0, 2], ids=["own experts", "two of another rank"])
+def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, foreign, monkeypatch):
     monkeypatch.setattr(triton_order, "FEW", few)
-    indices, _ = choices(N, k, E, seed=N) if k <= E else None
+    indices, _ = choices(N, k, E, seed=N)
+    indices = indices - foreign  # experts of no number first
+    indices[indices < 0] = -1
     order, table, _ = triton_order.sort_pairs(indices, E, T)
     x = randn(N, 1300)
     assert torch.equal(triton_order.sort_pairs(indices, E, T, x)[2], simulate_fp8_blocks(x, 128))
     flat, stable = indices.flatten().sort(stable=True)
-    assert order.tolist() == stable.tolist()
+    place = int((flat < 0).sum())
+    assert order[place:].tolist() == stable[place:].tolist()
     blocks = (len(table) - 1) // 3
     assert blocks == triton_order.blocks_of(N * k, E, T) and table[0] <= blocks
-    found, place = [], 0
+    found = []
     for b in range(int(table[0])):
         e, first, count = (int(table[1 + i * blocks + b]) for i in range(3))
+        assert e >= 0 or not few, "pairs of no expert have no block"
         if e >= 0:
             assert 1 <= count <= T and first == place and (flat[first : first + count] == e).all()
             found.append(e)
@@ -192,6 +197,31 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, monkeypatch):
     assert place == N * k and found == sorted(found)
     for e in set(found):  # no expert has more blocks than it needs
         assert found.count(e) == -(-int((flat == e).sum()) // T)
+
+
+@pytest.mark.parametrize("form,simulate", [("mxfp4", False), ("dense bf16", False), ("fp8", True)])
+@pytest.mark.parametrize("N,few", [(1, 512), (3, 512), (40, 512), (40, 0)])
+def test_experts_of_another_rank_are_skipped(form, simulate, N, few, monkeypatch):
+    """With the bits of a local expert with weight 0, and without reading any."""
+    monkeypatch.setattr(triton_order, "FEW", few)
+    E, d, I, k = 4, 32, 32, 3
+    w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
+    indices, routing = choices(N, k, E + 3, seed=2)
+    foreign = indices >= E
+    assert foreign.any() and not foreign.all()
+    for dtype in DTYPES:
+        x = randn(N, d).to(dtype)
+        zero = gpu.experts(x, indices % E, routing.masked_fill(foreign, 0.0), w13, w2, LIMIT, simulate)
+        skipped = gpu.experts(x, indices.masked_fill(foreign, -1), routing, w13, w2, LIMIT, simulate)
+        assert torch.equal(skipped.view(torch.int32), zero.view(torch.int32))
+    none = gpu.experts(x, torch.full_like(indices, -1), routing, w13, w2, LIMIT, simulate)
+    assert torch.equal(none.view(torch.int32), torch.zeros_like(none).view(torch.int32))
+    if form == "dense bf16":
+        unread = torch.tensor([e not in indices.masked_fill(foreign, -1) for e in range(E)], device=DEVICE)
+        for w in (w13, w2):
+            w.weight[unread] = float("nan")
+        again = gpu.experts(x, indices.masked_fill(foreign, -1), routing, w13, w2, LIMIT, simulate)
+        assert torch.equal(again, skipped)
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU runs the assembly itself, above")
