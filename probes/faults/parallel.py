@@ -225,6 +225,29 @@ def two_ranks_hold_the_same_experts(site: Site) -> None:
     site.patch(together, "check_whole", lambda ranks, model: None)
 
 
+def _first(part, cut):
+    """What rank 0 holds, on every rank."""
+    return part(Cut(cut.axis, 0, cut.size, cut.whole))
+
+
+@mutation("1.9", bugs=(), parts=("routed experts", "shared expert"), **RANKS)
+def columns_of_w2_are_another_ranks(site: Site) -> None:
+    """Experts cut by width end in rank 0's columns of w2 on every rank."""
+    read(site, ".w2.weight", _first)
+
+
+@mutation("1.2", bugs=(), parts=("routed experts", "shared expert"), **RANKS)
+def scales_of_w2_are_another_ranks(site: Site) -> None:
+    """Experts cut by width decode their columns of w2 by the scales of rank 0's."""
+    read(site, ".w2.scale", _first)
+
+
+@mutation("1.9", bugs=(), parts=("routed experts", "shared expert"), **RANKS)
+def the_up_half_begins_at_another_rows(site: Site) -> None:
+    """A rank's rows of w3 are rank 0's, while those of w1 are its own."""
+    read(site, ".w3.weight", _first)
+
+
 # ---- the vocabulary ----------------------------------------------------------------------
 
 

@@ -30,6 +30,9 @@ NAMED = {  # fault → the parts that are red, but those that follow
     "experts of other ranks are not masked": {"routed experts"},
     "every rank counts the shared expert": {"shared expert"},
     "experts of one rank are clamped otherwise": {"routed experts"},
+    "columns of w2 are another ranks": {"cut experts", "routed experts", "shared expert"},
+    "scales of w2 are another ranks": {"cut experts", "routed experts", "shared expert"},
+    "the up half begins at another rows": {"cut experts", "routed experts", "shared expert"},
     "the routed scaling factor is shared out": {"router"},
     "two ranks hold the same experts": {"ledger", "cut experts", "routed experts"},
     "ranks after the first route without bias": {"replicated router", "bits of router"},
@@ -53,6 +56,7 @@ NAMED = {  # fault → the parts that are red, but those that follow
     "each rank draws by another seed": {"tokens of ranks"},
     "one rank chooses the second best token": {"tokens of ranks"},
 }
+BY_WIDTH = {name for name in NAMED if "w2 are another" in name or "up half" in name}
 QUICK = ["every rank has the sinks of the first heads", "attention is summed over ranks twice"]
 BY_NAME = {m.name: m for m in catalogue() if m.probes[:1] == ("parallel",)}
 
@@ -75,7 +79,8 @@ def test_every_fault_is_listed():
 @pytest.mark.parametrize("fault", NAMED, ids=lambda name: name.replace(" ", "-"))
 def test_a_fault_is_named_and_nothing_before_it(ranks, tmp_path, monkeypatch, fault):
     # two ranks have one order of a sum only
-    monkeypatch.setattr(parallel, "SIZES", (4,) if fault == "each rank begins a sum with its own part" else (2,))
+    way = (4 if fault == "each rank begins a sum with its own part" else 2, fault not in BY_WIDTH)
+    monkeypatch.setattr(parallel, "WAYS", (way,))
     site = Site(shutil.copytree(ranks, tmp_path / "copy"))
     try:
         BY_NAME[fault].plant(site)
@@ -102,13 +107,13 @@ def test_ranks_are_green(ranks, numerics, backend, caches):
     parts = {c.part.removeprefix("parallel, ") for c in found}
     stages = {stage.name for stage in (*shared_model.STAGES, *shared_model.AROUND)}
     assert stages | {"ledger", "replicated", "cut", "sum of MoE", "sum of attention", "tokens of ranks"} <= parts
-    assert {c.where.partition(",")[0] for c in found} == {"2 ranks", "4 ranks"}
+    assert {c.where.partition(",")[0] for c in found} == {"2 ranks", "2 ranks by width", "4 ranks"}
 
 
 def test_what_cannot_be_shared_is_vacuous(ranks, tmp_path):
     found, _ = execute(parallel.Parallel(), open_ours(profile.write(tmp_path / "default", "default")))
     assert [(c.status, c.note) for c in found] == [
-        (Status.VACUOUS, "o_groups is 3, which 2 ranks cannot share equally"),
+        *[(Status.VACUOUS, "o_groups is 3, which 2 ranks cannot share equally")] * 2,
         (Status.VACUOUS, "num_attention_heads is 6, which 4 ranks cannot share equally"),
     ]
     found, _ = execute(parallel.Parallel(effort=1e-6), open_ours(ranks))
