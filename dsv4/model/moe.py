@@ -111,10 +111,11 @@ class MoE(Module):
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
         indices, weights = self.gate(x, ids)
         routed, shared = self.experts, self.shared_experts
-        if fuses(self.op, "moe", routed, shared) and self.ranks.size == 1:
+        if fuses(self.op, "moe", routed, shared) and routed.w13.weight.shape[1] and shared.w1.weight.shape[0]:
             matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
+            indices, weights = routed.local(indices, weights)
             indices, w13, w2 = routed.stacks(indices)
-            return self.op.moe(
+            part = self.op.moe(
                 x,
                 indices,
                 weights,
@@ -124,5 +125,7 @@ class MoE(Module):
                 routed.limit,
                 routed.simulate,
                 shared.w1.simulate,
+                x.dtype if self.ranks.size == 1 else torch.float32,
             )
+            return self.ranks.sum(part, x.dtype)
         return self.ranks.sum(routed(x, indices, weights) + shared(x), x.dtype)

@@ -50,9 +50,11 @@ def moe(
     limit: float,
     simulate: bool,
     simulate_shared: bool,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in x.dtype."""
-    return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, x.dtype)
+    """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
+    of x)."""
+    return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, dtype or x.dtype)
 
 
 experts.__doc__, shared_expert.__doc__ = reference.experts.__doc__, reference.shared_expert.__doc__

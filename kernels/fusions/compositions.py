@@ -149,10 +149,12 @@ def moe(
     limit: float,
     simulate: bool,
     simulate_shared: bool,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in x.dtype."""
+    """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
+    of x)."""
     routed = op.experts(x, indices, routing, w13, w2, limit, simulate)
-    return (routed + op.shared_expert(x, *shared, limit, simulate_shared)).to(x.dtype)
+    return (routed + op.shared_expert(x, *shared, limit, simulate_shared)).to(dtype or x.dtype)
 
 
 # A decode step

@@ -197,7 +197,7 @@ def taken_apart(models: Sequence, whole: Log, ids: torch.Tensor, where: str) -> 
             served(model, ids)
 
     on_ranks(models, fed)
-    # Fp32 results that are rounded to the dtype of activations before the sum. Of experts cut by width, gate and up are,
+    # Fp32 results that are rounded to the dtype of activations before the sum. Of experts cut by width gate and up are,
     # whose sums for fewer rows may have another order, and so step; of routed ones also what a rank gives for each, and
     # the whole model's result. Each rounding is by 2^−9 of a value at most.
     rounding = ("shared expert",) if models[0].ranks.by_expert else ("shared expert", "routed experts")

@@ -135,6 +135,8 @@ def test_moe(form, shared_form, simulate, N):
         got = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate)
         wanted = literal(x, indices, routing, w13, w2, simulate) + literal_shared(x, *shared, simulate)
         assert got.dtype is dtype and distance(got, wanted) < tolerance(dtype, simulate)
+        part = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate, torch.float32)
+        assert part.dtype is torch.float32 and torch.equal(part.to(dtype), got)  # cast once, by whoever sums parts
 
 
 @pytest.mark.few(N=[1])
