@@ -48,9 +48,10 @@ class OurSubject(Subject):
     and selection). `model` may be changed by a caller who plants a fault. Captures of index_scores add calls to the
     model's dispatch ledger where the indexer itself had nothing to score.
 
-    kernels: of the user's, in the place of operations. caches: formats of the main cache and of the index keys, as
-    asked for. Raises InputError for packed ones in numerics that do not round as they do: what differs from the oracle
-    would be the format, not a fault.
+    kernels: of the user's, in the place of operations. ranks: as `load_model` takes them; every rank makes the same
+    calls in the same order. caches: formats of the main cache and of the index keys, as asked for. Raises
+    InputError for packed ones in numerics that do not round as they do: what differs from the oracle would be the
+    format, not a fault.
     """
 
     can = frozenset({"files", "run", "layer", "block", "rewind", "batch", "cache", "pages", "drafts", "kernels"})
@@ -65,6 +66,7 @@ class OurSubject(Subject):
         cache: str = "auto",
         index_cache: str = "auto",
         kernels: Mapping[str, Replacement] = MappingProxyType({}),
+        ranks: Ranks | None = None,
     ):
         self.check_caches(numerics, cache, index_cache)
         stored = FilesSubject(path)
@@ -82,6 +84,7 @@ class OurSubject(Subject):
             cache=cache,
             index_cache=index_cache,
             kernels=kernels,
+            ranks=ranks,
         )
         said = [f"{form} {what}" for form, what in ((cache, "cache"), (index_cache, "index cache")) if form != "auto"]
         said += [f"{operation} by {kernel.shown}" for operation, kernel in self.model.replacements.items()]

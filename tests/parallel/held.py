@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from dsv4.parallel.threads import together
@@ -22,3 +23,12 @@ def run(models, what) -> list:
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+def alike(found, wanted, least: float = 1e-12) -> bool:
+    """Whether two documents are equal up to rounding of fp32. least: a difference of numbers that means nothing."""
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(alike(found[key], value, least) for key, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(alike(f, w, least) for f, w in zip(found, wanted))
+    return found == (pytest.approx(wanted, rel=1e-5, abs=least) if isinstance(wanted, float) else wanted)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.held import alike
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "golden" / "tiny_fp32"
 ASKED = ("generate", str(TINY), "--numerics", "fp32", "--token-ids", ",".join(map(str, range(3, 43))))
@@ -121,5 +123,39 @@ def test_a_rank_that_is_told_another_number_is_refused():
 
 
 def test_commands_of_one_process_refuse_ranks():
-    code, out, err = ended(start("recall", str(TINY), RANK="0", WORLD_SIZE="2"))
-    assert code == 2 and out == "" and "'recall' runs in one process" in err
+    for command in (("audit", "selftest"), ("audit", "bisect", str(TINY)), ("plan", "flash")):
+        code, out, err = ended(start(*command, RANK="0", WORLD_SIZE="2"))
+        named = " ".join(command[: 1 + (command[0] == "audit")])
+        assert code == 2 and out == "" and f"{named!r} runs in one process" in err
+
+
+# Over 5 s: processes that import torch.
+def test_an_audit_is_written_once(tmp_path):
+    asked = ("audit", str(TINY), "--probe", "load_ledger", "--probe", "dtype_ledger")
+    code, out, err = ended(start(*asked, "--out", str(tmp_path), *TWO))
+    assert code == 0 and out == "" and "error: " not in err and err.count("exit code 0") == 1, err
+    assert sorted(f.suffix for f in tmp_path.iterdir()) == [".html", ".json", ".md", ".sarif", ".xml"]
+    (file,) = tmp_path.glob("*.json")
+    report = json.loads(file.read_text())
+    assert report["provenance"]["ranks"] == "2 ranks, experts by width" and report["title"].count("2 ranks") == 1
+    # what depends on a clock is rank 0's; other ranks have not failed where there are findings
+    code, out, err = ended(start(*asked, "--budget", "0.001s", "--fail-on", "vacuous", *TWO))
+    assert code == 1 and "error: " not in err and "exit code 1" in err, err
+
+
+# Over 5 s: processes that import torch and read a text.
+@pytest.mark.parametrize(
+    "command, more", [("recall", ("--k", "8")), ("fidelity", ("--topk", "8", "--tail", "16", "--new-tokens", "4"))]
+)
+def test_a_measurement_is_that_of_one_process(tmp_path, command, more):
+    asked = (command, str(ROOT / "demo"), "--rows", "1", "--context", "512", "--queries", "16", "--numerics", "fp32")
+    asked = (*asked, "--needles", "0", "--json", *more)
+    runs = [start(*asked), start(*asked, *TWO, "--out", str(tmp_path))]
+    (code, alone, _), (other, shared, err) = map(ended, runs)
+    assert code == other == 0 and "error: " not in err, err
+    wanted, found = json.loads(alone), json.loads(shared)
+    assert found["provenance"]["ranks"].startswith("2 ranks") and "2 ranks" in found["title"]
+    for key in ("seconds", "provenance", "title"):
+        wanted.pop(key), found.pop(key)
+    # logits of size 10 err by δ = 1e-4, and a divergence KL by √(2 KL) δ: 3e-5 of the largest here
+    assert alike(found, wanted, 1e-5 if command == "fidelity" else 1e-12) and len(list(tmp_path.glob("*.json"))) == 1
