@@ -3,7 +3,7 @@
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
 #                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory
-#                                   host_waits; all if none
+#                                   host_waits parallel; all but parallel, which needs two GPUs, if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
@@ -15,10 +15,10 @@
 # GQA model with the agreement table and needles of 32K haystacks; first_token: prompts of a whole GQA model, dense and sparse, by
 # length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
 # model and its map; host_tier: caches in host memory; expert_memory: routed experts there; host_waits: how often the host
-# waits while the demo decodes with drafts. Parts run one after another, because some are timed; each at most LIMIT seconds
+# waits while the demo decodes with drafts; parallel: a model that two GPUs hold together, its tests first. Parts run one after another, because some are timed; each at most LIMIT seconds
 # (default 600). Results go to $OUT, or each to its place in audits/ (scripts/places.py).
 # WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
-# JOURNALS: a folder; kernels, matrix, selftest and both parts of speculation, cut off, go on where they stopped when called again with it.
+# JOURNALS: a folder; kernels, matrix, selftest, both parts of speculation and parallel, cut off, go on where they stopped when called again with it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
@@ -44,6 +44,11 @@ audit() {
   for one in "${running[@]}"; do wait "$one" || wrong=1; done
   return $wrong
 }
+parallel() {
+  "$python" -m pytest -q -m gpu tests/gpu/test_ranks.py &&
+    "$python" scripts/bench_parallel.py --ranks 1 --only part --journal "$JOURNALS/parallel.jsonl" ${OUT:+--out "$OUT"} &&
+    "$python" scripts/bench_parallel.py --journal "$JOURNALS/parallel.jsonl" ${OUT:+--out "$OUT"}
+}
 part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
@@ -67,6 +72,7 @@ part() {
       "$python" -m dsv4 regime measure --model csa --contexts 4K,16K,64K,256K,1M --batches 1,8 --out "$(place regime csa)" ;;
     host_tier) "$python" scripts/bench_host_tier.py ${OUT:+--out "$OUT"} ;;
     expert_memory) "$python" scripts/bench_expert_memory.py ${OUT:+--out "$OUT"} ;;
+    parallel) parallel ;;
     host_waits) "$python" scripts/measure_host_waits.py ${OUT:+--out "$OUT"} ;;
     *) echo "unknown part $1"; return 2 ;;
   esac

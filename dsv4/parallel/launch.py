@@ -16,8 +16,8 @@ GRACE = 5.0  # seconds for the others after one rank failed, and after they were
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
-def launch(size: int, arguments: Sequence[str]) -> int:
-    """Run `dsv4 ARGUMENTS` as that many ranks, and return the exit code: rank 0's if none fails, else that of the first
+def launch(size: int, arguments: Sequence[str], program: Sequence[str] = ("-m", "dsv4")) -> int:
+    """Run `dsv4 ARGUMENTS`, or another Python program, as that many ranks, and return the exit code: rank 0's if none fails, else that of the first
     that fails, which is named in one line on stderr. Rank 0 has this process's streams. Interrupted or terminated, all
     ranks end, and so they do if this process is killed."""
     stopped: list[int] = []
@@ -26,7 +26,7 @@ def launch(size: int, arguments: Sequence[str]) -> int:
     try:
         said = sys.stdin.buffer.read() if "-" in arguments and sys.stdin is not None else None
         port, host = _free_port()
-        ranks += [Rank(rank, size, port, arguments, said) for rank in range(size)]
+        ranks += [Rank(rank, size, port, (*program, *arguments), said) for rank in range(size)]
         host.close()
         failed = _first_failure(ranks, stopped)
         if stopped:
@@ -55,7 +55,7 @@ class Rank:
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "dsv4", *arguments],
+            [sys.executable, *arguments],
             env=environment,
             stdin=subprocess.DEVNULL if said is None else subprocess.PIPE,
             stdout=None if rank == 0 else subprocess.DEVNULL,

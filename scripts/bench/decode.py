@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from dsv4.kernels.cache_rows import PackedRows
+from dsv4.model.cut_logits import finite
 from scripts.bench.timing import Machine, device_kernels, percentile
 from scripts.bench.waits import counted_syncs
 
@@ -142,8 +143,9 @@ def allocations() -> int:
     return torch.cuda.memory_stats().get("allocation.all.allocated", 0)
 
 
-def measure_point(model, batch: int, context: int, machine: Machine, steps: int = STEPS) -> Point:
-    """Fill a cache to just below `context`, capture a step, and time the last `steps` steps up to it.
+def measure_point(model, batch: int, context: int, machine: Machine, steps: int = STEPS, chosen: bool = False) -> Point:
+    """Fill a cache to just below `context`, capture a step, and time the last `steps` steps up to it; with the choice
+    of the greedy token if `chosen`. Several ranks keep their own logits.
 
     Every step has new random tokens, as text has: with one token again and again the same experts come back, whose
     pages the device's address translation then still holds, and a step is faster than any real one.
@@ -155,10 +157,12 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
     cache = model.new_cache(batch, context)
     fill_cache(cache, context - steps - WARM_UP - 4)
     begun = time.perf_counter()
-    graph = DecodeGraph(model, cache)
+    graph = DecodeGraph(model, cache, whole=False)
     ids = torch.randint(0, model.config.vocab_size, (WARM_UP + steps, batch, 1), device=model.device)
     for fed in ids[:WARM_UP]:
         logits = graph.step(fed)
+        if chosen:
+            logits.argmax(-1)
     torch.cuda.synchronize()
     capture_seconds = time.perf_counter() - begun
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
@@ -167,6 +171,8 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
         marks[0].record()
         for fed, mark in zip(ids[WARM_UP:], marks[1:]):
             logits = graph.step(fed)
+            if chosen:
+                logits.argmax(-1)
             mark.record()
     had = allocations() - had
     torch.cuda.synchronize()
@@ -189,7 +195,7 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
         syncs=len(syncs),
         compiles=len(compiled.names),
         allocations=had,
-        finite=bool(logits.isfinite().all()),
+        finite=bool(finite(logits).all()),
         why="; ".join(sorted({*syncs, *compiled.names}))[:500],
         parts={name: round(nbytes) for name, nbytes in parts.items()},
         wall_seconds=time.perf_counter() - begun,
@@ -203,7 +209,7 @@ def profile_point(model, point: Point) -> None:
 
     cache = model.new_cache(point.batch, point.context)
     fill_cache(cache, point.context - 8)
-    graph = DecodeGraph(model, cache)
+    graph = DecodeGraph(model, cache, whole=False)
     fed = iter(torch.randint(0, model.config.vocab_size, (4, point.batch, 1), device=model.device))
     graph.step(next(fed))
 

@@ -1,0 +1,143 @@
+"""What several ranks take: exchanges alone, decode steps, rounds of drafts and prompts. All ranks run the same; each
+returned row is what this rank measured."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from dsv4.model.cut_logits import finite
+from dsv4.model.ranks import Ranks, in_order
+from dsv4.runtime.capture import capturing
+from dsv4.speculation import Static, on_device
+from scripts.bench import decode
+from scripts.bench.speculation_gpu import again, traced
+from scripts.bench.speculation_traces import recorded
+from scripts.bench.timing import Machine
+
+CALLS, RUNS = 86, 20  # exchanges of a graph, as many as a token of Flash needs; graphs that are timed
+SUMS = ((1, 4096), (4, 4096), (8, 4096), (32, 4096), (64, 4096), (1, 7168), (512, 4096), (2048, 4096))
+DRAFTED, TOKENS = (1, 2, 3), 256  # drafts a round; tokens that a row writes
+
+
+def exchanges(ranks: Ranks, said: Callable[[str], None]) -> Iterator[dict]:
+    """Sums of fp32 parts to bf16, in graphs of CALLS, checked against the sum of gathered parts; NCCL's all-reduce of
+    bf16 beside them."""
+    import torch.distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    g = torch.Generator(device).manual_seed(ranks.rank)
+    for shape in SUMS:
+        x = torch.randn(*shape, device=device, generator=g)
+        found = ranks.sum(x, torch.bfloat16)
+        parts = [torch.empty_like(x) for _ in range(ranks.size)]
+        dist.all_gather(parts, x)
+        right = torch.equal(found, in_order(parts, torch.bfloat16))
+        other = x.bfloat16()
+        row = {
+            "kind": "exchange",
+            "ranks": ranks.size,
+            "shape": list(shape),
+            "bits": right,
+            "ours_us": _graphed(lambda: ranks.sum(x, torch.bfloat16)),
+            "nccl_us": _graphed(lambda: dist.all_reduce(other)),
+        }
+        said(f"sum of {shape}: {row['ours_us']:.2f} µs, NCCL {row['nccl_us']:.2f} µs; bits {right}")
+        yield row
+
+
+def _graphed(run: Callable[[], object]) -> float:
+    """µs a call."""
+    import torch.distributed as dist
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+        with capturing(graph, stream=stream):
+            for _ in range(CALLS):
+                run()
+    times = []
+    for _ in range(RUNS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(times)
+
+
+def step(model, batch: int, context: int, machine: Machine, profiled: bool = False) -> dict:
+    """A decode step and the choice of the greedy token. Its floor: the bytes that this rank reads over bandwidth."""
+    torch.manual_seed(0)  # every rank feeds the same tokens
+    point = decode.measure_point(model, batch, context, machine, chosen=True)
+    if profiled:
+        torch.manual_seed(1)
+        decode.profile_point(model, point)
+    return {"kind": "step", "ranks": model.ranks.size, "weight_bytes": model.nbytes} | point.document()
+
+
+def drafts(model, context: int, said: Callable[[str], None]) -> Iterator[dict]:
+    """Tokens/s of a row that writes TOKENS tokens in rounds of so many MTP drafts, accepted as was recorded."""
+    for D in DRAFTED:
+        rounds = traced(model, 1, context, TOKENS, on_device(Static(D), 1, model.device), [D])
+        rounds.prepare()
+        for _, trace in recorded()[:2]:
+            seconds = []
+            for run in range(3):
+                accepted = trace.requests[run % len(trace.requests)].accepted[:TOKENS]
+                accepted = np.resize(accepted, TOKENS)[None]
+                again(rounds, context, accepted)
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
+                rounds.run(lambda row, tokens: None)
+                torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - begun)
+            row = {
+                "kind": "drafts",
+                "ranks": model.ranks.size,
+                "layers": len(model.layers),
+                "context": context,
+                "drafts": D,
+                "trace": trace.name,
+                "tokens_per_second": TOKENS / statistics.median(seconds),
+                "rounds": len(rounds.counts.rounds),
+            }
+            said(f"{D} drafts, {trace.name}: {row['tokens_per_second']:.0f} tokens/s")
+            yield row
+        del rounds
+
+
+def prompt(model, tokens: int, chunk: int, runs: int = 2) -> dict:
+    """A prompt from an empty cache to its greedy next token; the first run compiles and is left out if there are
+    more."""
+    torch.manual_seed(2)
+    torch.cuda.reset_peak_memory_stats()
+    cache = model.new_cache(1, tokens)
+    ids, times = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device), []
+    for _ in range(runs):
+        cache.reset()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        logits = model.append(ids, cache, logits="last", chunk=chunk, whole=False)
+        logits.argmax(-1).tolist()
+        times.append(time.perf_counter() - begun)
+    return {
+        "kind": "prompt",
+        "ranks": model.ranks.size,
+        "layers": len(model.layers),
+        "tokens": tokens,
+        "chunk": chunk,
+        "seconds": min(times[1:] or times),
+        "first_seconds": times[0],
+        "tokens_per_second": tokens / min(times[1:] or times),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "cache_bytes": cache.nbytes,
+        "finite": bool(finite(logits).all()),
+    }

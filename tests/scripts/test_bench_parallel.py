@@ -1,0 +1,72 @@
+"""The report of several GPUs, from rows that were not measured."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench.parallel_report import document, markdown, red
+from scripts.bench.timing import Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+ABOUT = {"device": "NVIDIA H100 80GB HBM3", "torch": "2", "triton": "3", "commit": "abc", "command": "python x"}
+MACHINE = Machine("NVIDIA H100 80GB HBM3", 3e12, 8e14, 2.0, 1.0)
+
+
+def step(ranks, batch, context, ms, part="part", **more):
+    return {
+        "kind": "step", "part": part, "ranks": ranks, "layers": 16, "batch": batch, "context": context, "step_ms": ms,
+        "floor_ms": 1.0, "share_of_floor": 1 / ms, "kernels": 9, "weight_bytes": 1e9, "cache_bytes": 1e8,
+        "peak_bytes": 2e9, "by_expert": False, "finite": True, "compiles": 0, "syncs": 0, **more,
+    }  # fmt: skip
+
+
+ROWS = [
+    step(1, 1, 8192, 3.2),
+    step(2, 1, 8192, 2.0, by_kernel=[("gemv", 3, 7.5)]),
+    step(1, 8, 8192, 5.0),
+    step(2, 8, 8192, 3.0),
+    step(2, 1, 8192, 4.3, "whole"),
+    {"kind": "drafts", "part": "whole", "ranks": 2, "layers": 43, "context": 8192, "drafts": 2, "trace": "code",
+     "tokens_per_second": 260.0, "by_expert": False},
+    {"kind": "exchange", "part": "exchange", "ranks": 2, "shape": [1, 4096], "bits": True, "ours_us": 3.1,
+     "nccl_us": 13.8},
+]  # fmt: skip
+
+
+def test_goals_are_judged_by_the_rows_they_name():
+    found = {
+        row["what"]: (row["verdict"], row["measured"]) for row in document(ROWS, MACHINE, ABOUT, "flash", [])["goals"]
+    }
+    assert found == {
+        "ms a token, batch 1 at 8K": ("met", 4.3),
+        "ms a token, batch 1 at 1M": ("not measured", None),
+        "tokens/s with MTP drafts, the best number": ("MISSED", 260.0),
+        "tokens/s of a prompt of 128K": ("not measured", None),
+        "two ranks against one at 16 layers, batch 1: times as fast": ("met", 1.6),
+        "two ranks against one at 16 layers, batch 8: times as fast": ("MISSED", pytest.approx(5 / 3)),
+    }
+
+
+def test_the_page_has_every_row():
+    text = markdown(document(ROWS, MACHINE, ABOUT, "flash", ["long"]))
+    assert "| 2 | 16 | 1 | 8192 | 2.000 | 1.000 | 50% | 9 | 1.00 | 0.10 | 2.00 |" in text
+    assert "| 2 | 1 × 4096 | 3.10 | 13.8 | equal |" in text and "| gemv | 3 | 7.50 |" in text
+    assert "- failed: long ended with an error" in text and "| 2 | 43 | 8192 | 2 | code | 260 |" in text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [step(2, 1, 8192, 1.0, finite=False), step(2, 1, 8192, 1.0, compiles=1), {"kind": "exchange", "bits": False}],
+    ids=["not finite", "compiled", "wrong bits"],
+)
+def test_what_is_wrong_is_red(row):
+    assert red([*ROWS, row]) and not red(ROWS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs where there are GPUs")
+def test_without_gpus_it_says_so():
+    ran = subprocess.run([sys.executable, "scripts/bench_parallel.py"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 2 and ran.stderr == "error: 2 ranks need as many GPUs; found 0\n"
