@@ -247,6 +247,7 @@ def _about(session: Session, file: Path, options: Options, notes: list[str], sta
         "backend": model.backend,
         "device": provenance.device(model.device),
         **({"kernels": _kernels(model)} if model.replacements else {}),
+        **({"ranks": model.ranks.words} if model.ranks.words else {}),
         "rows": options.rows,
         "rows run": "together" if options.batched else "alone",
         **({} if options.loop == "host" else {"loop": "on the device, one launch a group of requests"}),

@@ -271,8 +271,10 @@ class Session:
 
     def _notes(self, result: Generation) -> list[str]:
         """Notes that a reader of this result needs."""
-        return termination_notes(self.model) + (
-            [] if result.speculation is None else speculation_notes(self.model, self.together)
+        return (
+            [f"{said}." for said in [self.model.ranks.words] if said]
+            + termination_notes(self.model)
+            + ([] if result.speculation is None else speculation_notes(self.model, self.together))
         )
 
     def document(self, result: Generation, text: str) -> dict:
@@ -311,6 +313,7 @@ class Session:
             "layers": model.layer_paths(),
             "dispatch": model.dispatch.rows(),
             **({"kernels": user_kernels.documents(model)} if model.replacements else {}),
+            **({"ranks": model.ranks.words} if model.ranks.words else {}),
             "load": model.ledger.totals() if model.ledger else None,
             "notes": (model.ledger.notes if model.ledger else []) + self._notes(result),
         }

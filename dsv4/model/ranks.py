@@ -19,9 +19,11 @@ from dsv4.loaders.cuts import Cut
 
 
 class Group(Protocol):
-    """What ranks exchange by. issued: exchanges that this host has asked for, or replays of steps that exchange."""
+    """What ranks exchange by. issued: exchanges that this host has asked for, or replays of steps that exchange; by:
+    what carries them, in words."""
 
     issued: int
+    by: str
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x of every rank, in their order; each rank gives the same shape and dtype. Raises RankLost."""
@@ -64,7 +66,10 @@ class Ranks:
     @property
     def words(self) -> str:
         """As reports name them; '' for a single process."""
-        return "" if self.size == 1 else f"{self.size} ranks, experts by {'expert' if self.by_expert else 'width'}"
+        if self.size == 1:
+            return ""
+        exchanging = f", exchanging by {self.group.by}" if self.group is not None else ""
+        return f"{self.size} ranks, experts by {'expert' if self.by_expert else 'width'}{exchanging}"
 
     def even(self, n: int, what: str, per: int = 1) -> Cut:
         """This rank's part of n equal things, each of `per` elements. Raises InputError unless all get equally many."""

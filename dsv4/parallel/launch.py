@@ -17,9 +17,9 @@ INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 def launch(size: int, arguments: Sequence[str], program: Sequence[str] = ("-m", "dsv4")) -> int:
-    """Run `dsv4 ARGUMENTS`, or another Python program, as that many ranks, and return the exit code: rank 0's if none fails, else that of the first
-    that fails, which is named in one line on stderr. Rank 0 has this process's streams. Interrupted or terminated, all
-    ranks end, and so they do if this process is killed."""
+    """Run `dsv4 ARGUMENTS`, or another Python program, as that many ranks, and return the exit code: rank 0's if none
+    fails, else that of the first that fails, which is named in one line on stderr. Rank 0 has this process's streams.
+    Interrupted or terminated, all ranks end, and so they do if this process is killed."""
     stopped: list[int] = []
     before = {s: signal.signal(s, lambda number, _: stopped.append(number)) for s in INTERRUPTED}
     ranks: list[Rank] = []

@@ -22,6 +22,8 @@ class Threads:
 class Member:
     """What one rank exchanges by. sent: the bytes that this rank gave in each exchange of tensors."""
 
+    by = "memory of this process"
+
     def __init__(self, group: Threads, rank: int):
         self.group, self.rank, self.issued, self.sent = group, rank, 0, list[int]()
 

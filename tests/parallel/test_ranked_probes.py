@@ -82,7 +82,7 @@ def test_an_audit_of_ranks_has_the_verdicts_of_one_process(numerics):
         assert (
             list(report.left_out) == ["fresh_process"] and "would hold the whole model" in report.left_out.popitem()[1]
         )
-        said = "2 ranks, experts by width"
+        said = "2 ranks, experts by width, exchanging by memory of this process"
         assert said in report.title and report.provenance["ranks"] == said and said in markdown.render(report, "x")
     assert "ranks" not in whole.provenance
 
