@@ -28,6 +28,7 @@ from tests.gqa import oracle as theirs
 OF_CACHES = {"sparse_reading", "termination", "chunked_prefill"}  # of GQA models alone, as decoder is
 LACKS = {
     "edges",
+    "expert_memory",
     "format_decode",
     "index_oracle",
     "mhc",

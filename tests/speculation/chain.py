@@ -50,16 +50,13 @@ class Chain:
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor):
         self.p, self.q = p.log(), q.log()
-        self.mtp = [Words()]
+        self.mtp, self.head = [Words()], SimpleNamespace(own=lambda features: self.q[features[:, 0].long()])
 
     def rope_frequencies(self):
         return {}
 
     def embed(self, ids):
         return ids.unsqueeze(1).float()
-
-    def head(self, features):
-        return self.q[features[:, 0].long()]
 
     def captured(self, step, cache):
         return torch.zeros(step.N, 1, 1), self.p[step.ids]

@@ -37,8 +37,8 @@ class Played:
         played = self
 
         class Graph(kind):
-            def __init__(self, model, cache, tokens=1):
-                super().__init__(model, cache, tokens)
+            def __init__(self, model, cache, tokens=1, **more):
+                super().__init__(model, cache, tokens, **more)
                 played.add("capture", name, tokens, CAPTURE)
 
             def step(self, *given):
