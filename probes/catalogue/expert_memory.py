@@ -67,7 +67,9 @@ class ExpertMemoryProbe(Probe):
         yield output.counted(
             "logits in which a model with experts in host memory differs", f"{PART}output", SAME, where
         )
-        read, slots, counts = (joined([getattr(w, name) for w in watches]) for name in ("read", "slots", "counts"))
+        read, slots, counts = (
+            Tally.joined([getattr(w, name) for w in watches]) for name in ("read", "slots", "counts")
+        )
         yield read.counted(
             "matrices given to the kernels that are not the chosen expert's", f"{PART}matrices", "bytes", where
         )
@@ -108,14 +110,6 @@ def host_rows(plain: Any, tier: Any) -> Tally:
         if ".experts." in name:
             same = torch.equal(value.cpu().view(torch.uint8), held[name].cpu().view(torch.uint8))
             found.see(int(not same), 1, name)
-    return found
-
-
-def joined(tallies: list[Tally]) -> Tally:
-    found = Tally()
-    for one in tallies:
-        found.see(one.wrong, one.samples, one.first)
-        found.causes += one.causes
     return found
 
 

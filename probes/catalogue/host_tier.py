@@ -121,7 +121,7 @@ class HostTier(Probe):
 def staging(fetches: list[Fetches], where: str, tight: bool) -> Iterator[Check]:
     """What was staged and counted, over all layers. tight: there are only as many slots as a step needs, so that items
     are evicted."""
-    staged, counted = joined([f.staged for f in fetches]), joined([f.counted for f in fetches])
+    staged, counted = Tally.joined([f.staged for f in fetches]), Tally.joined([f.counted for f in fetches])
     yield staged.counted(
         "staged items that are not those of host memory",
         f"{PART}staged rows",
@@ -139,14 +139,6 @@ def staging(fetches: list[Fetches], where: str, tight: bool) -> Iterator[Check]:
             where=where,
             part=f"{PART}staged rows",
         )
-
-
-def joined(tallies: list[Tally]) -> Tally:
-    found = Tally()
-    for one in tallies:
-        found.see(one.wrong, one.samples, one.first)
-        found.causes += one.causes
-    return found
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from scripts.bench.decode import Point, context_name
 from scripts.bench.decode_prefill import Prefill
+from scripts.bench.goals import goal_table
 from scripts.bench.report import headline
 from scripts.bench.timing import Machine
 
@@ -118,12 +119,7 @@ def markdown(
             f"{transformers['experts']} experts, bf16, batch 1 after {context_name(transformers['context'])}: "
             f"{transformers['step_ms']:.1f} ms a step, {transformers['layer_ms']:.2f} ms a layer.",
         ]
-    lines += ["", "| goal | measured | goal | |", "|---|---:|---:|---|"]
-    for row in verdicts(points, transformers):
-        measured = "–" if row["measured"] is None else f"{row['measured']:.4g}"
-        lines.append(
-            f"| {row['what']} | {measured} | {'≥' if row['at_least'] else '≤'} {row['goal']:.4g} | {row['verdict']} |"
-        )
+    lines += goal_table(verdicts(points, transformers))
     lines += _prefill_table(prefills, machine, transformers)
     notes = [f"- {p.name}: {p.why}" for p in (*points, *prefills) if p.why] + [f"- failed: {line}" for line in failed]
     lines += ["", *notes] if notes else []

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from scripts.bench.goals import goal_table
 from scripts.bench.report import headline, us
 from scripts.bench.timing import Machine
 
@@ -72,11 +73,7 @@ def markdown(found: dict) -> str:
     ]
     if found["machine"]:
         lines[-1] += f" Floor: the bytes that a rank's step reads at {found['machine']['bandwidth'] / 1e12:.2f} TB/s."
-    lines += ["", "| goal | measured | goal | |", "|---|---:|---:|---|"]
-    for row in found["goals"]:
-        measured = "–" if row["measured"] is None else f"{row['measured']:.4g}"
-        sign = "≥" if row["at_least"] else "≤"
-        lines.append(f"| {row['what']} | {measured} | {sign} {row['goal']:.4g} | {row['verdict']} |")
+    lines += goal_table(found["goals"])
     lines += _table(
         "Decode steps",
         "ranks | layers | batch | context | ms a token | floor | share | kernels | weights GB | cache GB | peak GB",

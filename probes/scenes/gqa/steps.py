@@ -131,6 +131,15 @@ class Tally:
         self.wrong, self.samples, self.chance = self.wrong + wrong, self.samples + samples, self.chance + chance
         self.causes.update(causes)
 
+    @classmethod
+    def joined(cls, tallies: "list[Tally]") -> "Tally":
+        """One of all comparisons, without their errors."""
+        found = cls()
+        for one in tallies:
+            found.see(one.wrong, one.samples, one.first)
+            found.causes += one.causes
+        return found
+
     def far(self, found: torch.Tensor, wanted: torch.Tensor, where: str, limit: float) -> torch.Tensor:
         """Relative errors of vectors [..., D], infinite where NaN: returned too."""
         a, b = found.double().cpu(), wanted.double().cpu()
