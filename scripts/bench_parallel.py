@@ -131,24 +131,26 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
         index_cache="fp4", mtp=layers is None,
     )  # fmt: skip
     print(f"{part}: {model.nbytes / 2**30:.2f} GiB of weights on this rank", flush=True)
-    step = lambda batch, context, profiled=False: (
+    step = lambda batch, context: (
         f"step of batch {batch} at {context}",
-        lambda: iter([parallel.step(model, batch, context, machine, profiled)]),
+        lambda: iter([parallel.step(model, batch, context, machine)]),
     )
+    profile = ("kernels of a step", lambda: iter([parallel.kernels(model, 1, 8 * K)]))
     prompt = lambda tokens, chunk, runs: (
         f"prompt of {tokens} in chunks of {chunk}",
         lambda: iter([parallel.prompt(model, tokens, chunk, runs)]),
     )
     if part == "part":
-        return [step(1, 8 * K, True), step(8, 8 * K)]
+        return [step(1, 8 * K), step(8, 8 * K), profile]
     if part == "long":
-        return [step(1, K * K, True), prompt(K * K, K, 1)]
+        return [step(1, K * K), prompt(K * K, K, 1)]
     return [
-        step(1, 8 * K, True),
+        step(1, 8 * K),
         step(8, 8 * K),
-        step(32, 8 * K),
         ("drafts", lambda: parallel.drafts(model, 8 * K, print)),
         prompt(128 * K, 2 * K, 2),
+        step(32, 8 * K),
+        profile,
     ]
 
 

@@ -204,20 +204,25 @@ def measure_point(model, batch: int, context: int, machine: Machine, steps: int 
 
 def profile_point(model, point: Point) -> None:
     """Add the kernels of one step: how many, and their times by name. After all timing: the profiler may slow it."""
+    add_profile(point, step_kernels(model, point.batch, point.context))
+
+
+def step_kernels(model, batch: int, context: int) -> list[tuple[str, float, float]]:
+    """`device_kernels` of one step."""
     from dsv4.model.dummy import fill_cache
     from dsv4.runtime.graph import DecodeGraph
 
-    cache = model.new_cache(point.batch, point.context)
-    fill_cache(cache, point.context - 8)
+    cache = model.new_cache(batch, context)
+    fill_cache(cache, context - 8)
     graph = DecodeGraph(model, cache, whole=False)
-    fed = iter(torch.randint(0, model.config.vocab_size, (4, point.batch, 1), device=model.device))
+    fed = iter(torch.randint(0, model.config.vocab_size, (4, batch, 1), device=model.device))
     graph.step(next(fed))
 
     def replay():
         graph.ids.copy_(next(fed))
         graph.graph.replay()
 
-    add_profile(point, device_kernels(replay))
+    return device_kernels(replay)
 
 
 def add_profile(point: Point, kernels: list[tuple[str, float, float]]) -> None:

@@ -4,10 +4,12 @@ returned row is what this rank measured."""
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from dsv4.errors import CapacityError
 from dsv4.model.cut_logits import finite
 from dsv4.model.ranks import Ranks, in_order
 from dsv4.runtime.capture import capturing
@@ -19,6 +21,7 @@ from scripts.bench.timing import Machine
 
 CALLS, RUNS = 86, 20  # exchanges of a graph, as many as a token of Flash needs; graphs that are timed
 SUMS = ((1, 4096), (4, 4096), (8, 4096), (32, 4096), (64, 4096), (1, 7168), (512, 4096), (2048, 4096))
+EXCHANGE = "_exchange"  # the kernel
 DRAFTED, TOKENS = (1, 2, 3), 256  # drafts a round; tokens that a row writes
 
 
@@ -73,14 +76,32 @@ def _graphed(run: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def step(model, batch: int, context: int, machine: Machine, profiled: bool = False) -> dict:
+def step(model, batch: int, context: int, machine: Machine) -> dict:
     """A decode step and the choice of the greedy token. Its floor: the bytes that this rank reads over bandwidth."""
     torch.manual_seed(0)  # every rank feeds the same tokens
-    point = decode.measure_point(model, batch, context, machine, chosen=True)
-    if profiled:
-        torch.manual_seed(1)
-        decode.profile_point(model, point)
-    return {"kind": "step", "ranks": model.ranks.size, "weight_bytes": model.nbytes} | point.document()
+    begun = {"kind": "step", "ranks": model.ranks.size, "weight_bytes": model.nbytes}
+    try:
+        point = decode.measure_point(model, batch, context, machine, chosen=True)
+    except (CapacityError, torch.OutOfMemoryError) as failure:
+        return begun | {"batch": batch, "context": context, "layers": len(model.layers), "why": f"no room: {failure}"}
+    return begun | {"outside_bytes": outside()} | point.document()
+
+
+def outside() -> int:
+    """Bytes of this device that are in use and not torch's: context, kernels, captured graphs, exchange buffers."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def kernels(model, batch: int, context: int) -> dict:
+    """The kernels of a decode step. The profiler takes memory of the device and may slow what comes after it. Ranks
+    are profiled one after the other, so that the first exchange waits: exchanges count as their median."""
+    torch.manual_seed(1)
+    point = SimpleNamespace(batch=batch, context=context)
+    spans = decode.step_kernels(model, batch, context)
+    waits = statistics.median([us for name, _, us in spans if EXCHANGE in name] or [0.0])
+    decode.add_profile(point, [(name, span, waits if EXCHANGE in name else us) for name, span, us in spans])
+    return {"kind": "kernels", "ranks": model.ranks.size, "layers": len(model.layers)} | vars(point)
 
 
 def drafts(model, context: int, said: Callable[[str], None]) -> Iterator[dict]:

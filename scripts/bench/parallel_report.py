@@ -76,12 +76,14 @@ def markdown(found: dict) -> str:
     lines += goal_table(found["goals"])
     lines += _table(
         "Decode steps",
-        "ranks | layers | batch | context | ms a token | floor | share | kernels | weights GB | cache GB | peak GB",
+        "ranks | layers | batch | context | ms a token | floor | share | weights GB | cache GB | peak GB | "
+        "outside torch GB",
         [
             f"{_ranks(r)} | {r['layers']} | {r['batch']} | {r['context']} | {r['step_ms']:.3f} | {r['floor_ms']:.3f} | "
-            f"{r['share_of_floor']:.0%} | {r['kernels'] or '–'} | {r['weight_bytes'] / 1e9:.2f} | "
-            f"{r['cache_bytes'] / 1e9:.2f} | {r['peak_bytes'] / 1e9:.2f}"
+            f"{r['share_of_floor']:.0%} | {r['weight_bytes'] / 1e9:.2f} | {r['cache_bytes'] / 1e9:.2f} | "
+            f"{r['peak_bytes'] / 1e9:.2f} | {r['outside_bytes'] / 1e9:.2f}"
             for r in picked(rows, kind="step")
+            if "step_ms" in r
         ],
     )
     lines += _table(
@@ -113,7 +115,8 @@ def markdown(found: dict) -> str:
     )
     for r in (row for row in rows if row.get("by_kernel")):
         lines += _table(
-            f"Kernels of a step: {_ranks(r)} ranks, {r['layers']} layers, batch {r['batch']} at {r['context']}",
+            f"The {r['kernels']} kernels of a step: {_ranks(r)} ranks, {r['layers']} layers, batch {r['batch']} at "
+            f"{r['context']}",
             "kernel | count | µs that they add",
             [f"{name} | {count} | {us(added)}" for name, count, added in r["by_kernel"]],
         )

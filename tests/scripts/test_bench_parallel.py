@@ -18,14 +18,17 @@ MACHINE = Machine("NVIDIA H100 80GB HBM3", 3e12, 8e14, 2.0, 1.0)
 def step(ranks, batch, context, ms, part="part", **more):
     return {
         "kind": "step", "part": part, "ranks": ranks, "layers": 16, "batch": batch, "context": context, "step_ms": ms,
-        "floor_ms": 1.0, "share_of_floor": 1 / ms, "kernels": 9, "weight_bytes": 1e9, "cache_bytes": 1e8,
-        "peak_bytes": 2e9, "by_expert": False, "finite": True, "compiles": 0, "syncs": 0, **more,
+        "floor_ms": 1.0, "share_of_floor": 1 / ms, "weight_bytes": 1e9, "cache_bytes": 1e8, "peak_bytes": 2e9,
+        "outside_bytes": 5e8, "by_expert": False, "finite": True, "compiles": 0, "syncs": 0, **more,
     }  # fmt: skip
 
 
 ROWS = [
     step(1, 1, 8192, 3.2),
-    step(2, 1, 8192, 2.0, by_kernel=[("gemv", 3, 7.5)]),
+    step(2, 1, 8192, 2.0),
+    {"kind": "kernels", "part": "part", "ranks": 2, "layers": 16, "batch": 1, "context": 8192, "kernels": 3,
+     "by_kernel": [("gemv", 3, 7.5)]},
+    {"kind": "step", "part": "whole", "ranks": 2, "layers": 43, "batch": 32, "context": 8192, "why": "no room: none"},
     step(1, 8, 8192, 5.0),
     step(2, 8, 8192, 3.0),
     step(2, 1, 8192, 4.3, "whole"),
@@ -52,8 +55,9 @@ def test_goals_are_judged_by_the_rows_they_name():
 
 def test_the_page_has_every_row():
     text = markdown(document(ROWS, MACHINE, ABOUT, "flash", ["long"]))
-    assert "| 2 | 16 | 1 | 8192 | 2.000 | 1.000 | 50% | 9 | 1.00 | 0.10 | 2.00 |" in text
+    assert "| 2 | 16 | 1 | 8192 | 2.000 | 1.000 | 50% | 1.00 | 0.10 | 2.00 | 0.50 |" in text
     assert "| 2 | 1 × 4096 | 3.10 | 13.8 | equal |" in text and "| gemv | 3 | 7.50 |" in text
+    assert "- 2 ranks, batch 32 at 8192: no room: none" in text
     assert "- failed: long ended with an error" in text and "| 2 | 43 | 8192 | 2 | code | 260 |" in text
 
 
