@@ -59,12 +59,14 @@ class Traced(Choice):
 
     def own(self, logits, at):
         """Tokens of the text in place of those that the model says, which are still waited for."""
-        said = logits.argmax(-1)
+        return self._instead(logits.argmax(-1), at)
+
+    def _instead(self, said, at):
         place = (at - self.begun).unsqueeze(1) + torch.arange(said.shape[1], device=said.device)
         return self.text.gather(1, place.clamp(0, self.text.shape[1] - 1)) + 0 * said
 
     def draft(self, logits, at):
-        return self.own(logits.unsqueeze(1), at).squeeze(1), None
+        return self._instead(logits.argmax(-1).unsqueeze(1), at).squeeze(1), None
 
     def accept(self, logits, drafts, q, sizes, at):
         right = self.accepted.gather(1, (at - self.begun).clamp(0, self.accepted.shape[1] - 1).unsqueeze(1)).squeeze(1)
