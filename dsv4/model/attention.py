@@ -132,7 +132,7 @@ class CSAAttention(WindowAttention):
     def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__(config, spec, numerics, store, op, ranks)
         self.compressor = MainCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
-        self.indexer = LightningIndexer(config, spec, numerics, lambda leaf: store(f"indexer.{leaf}"), op)
+        self.indexer = LightningIndexer(config, spec, numerics, lambda leaf: store(f"indexer.{leaf}"), op, ranks)
 
     def maps(self, step: Step) -> list[Map]:
         found = [*super().maps(step), Map(self.compressor.wkv_gate, True), Map(self.indexer.compressor.wkv_gate, True)]
@@ -237,10 +237,13 @@ class LightningIndexer(Module):
     """score(t, e) = Σ_h w[t,h] · relu(qI[t,h] · kI[e]); the best index_topk visible entries win.
 
     wq_b [H·D, q_lora_rank] makes the index queries from the layer's low-rank query, weights_proj
-    [H, d] the head weights, scaled by D^−0.5 · H^−0.5. One key an entry serves all heads.
+    [H, d] the head weights, scaled by D^−0.5 · H^−0.5. One key an entry serves all heads. Several ranks divide the
+    tokens of a prompt among them, and give each other what they selected.
     """
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op):
+    worth = 1 << 19  # scores of a step from which ranks share them: so many take as long as an exchange (H100)
+
+    def __init__(self, config: ModelConfig, spec: LayerSpec, numerics: Numerics, store, op, ranks: Ranks = ALONE):
         super().__init__()
         self.H, self.D, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
         self.wq_b = Linear(self.H * self.D, config.q_lora_rank, store("wq_b"), numerics, op)
@@ -248,6 +251,7 @@ class LightningIndexer(Module):
         self.compressor = IndexerKeyCompressor(config, spec, numerics, lambda leaf: store(f"compressor.{leaf}"), op)
         self.scale = self.D**-0.5 * self.H**-0.5
         self.ratio, self.base, self.simulate_index, self.op = spec.ratio, spec.rope, numerics.simulate_index, op
+        self.ranks = ranks
 
     def forward(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible.
@@ -258,10 +262,28 @@ class LightningIndexer(Module):
         self.compressor(x, step, cache.index)
         if not self.chooses(step):
             return cache.index.entries.all_visible(step)
+        if self.shares(step):
+            return self._shared(*self.scored(x, qr, step, cache))
         if "select_entries" in self.op.fused:
             return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk)
-        scores = self.scores(x, qr, step, cache)
-        return self.op.topk_entries(scores, self.topk)
+        return self.op.topk_entries(self.scores(x, qr, step, cache), self.topk)
+
+    def shares(self, step: Step) -> bool:
+        """Whether each of several ranks selects for a part of the tokens."""
+        scores = step.N * step.max_visible(self.ratio)
+        return self.ranks.size > 1 and step.T >= 2 * self.ranks.size and scores >= self.worth
+
+    def _shared(self, q, weights, keys, visible) -> torch.Tensor:
+        """As `forward`, of what `scored` gives: this rank selects for its part of the tokens."""
+        part = self.ranks.slots(q.shape[1])
+        mine = slice(part.start, part.stop)
+        given = q[:, mine], weights[:, mine], keys, visible[:, mine]
+        if "select_entries" in self.op.fused:
+            own = self.op.select_entries(*given, self.topk)
+        else:
+            own = self.op.topk_entries(self.op.index_scores(*given), self.topk)
+        by_token = self.ranks.stacked(own.transpose(0, 1).to(torch.int32), q.shape[1])
+        return by_token.transpose(0, 1).long().contiguous()
 
     def chooses(self, step: Step) -> bool:
         """Whether there may be more visible entries than are selected; otherwise nothing needs scores."""

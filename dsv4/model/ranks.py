@@ -104,6 +104,14 @@ class Ranks:
         padded = torch.nn.functional.pad(x, (0, room - x.shape[1])) if x.shape[1] < room else x
         return torch.cat(list(self._gathered(padded)), 1)[:, :n]
 
+    def stacked(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        """x [part, …] of `slots(n)` of every rank → [n, …]."""
+        if self.size == 1:
+            return x
+        missing = -(-n // self.size) - len(x)
+        padded = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+        return torch.cat(list(self._gathered(padded)))[:n]
+
     def argmax(self, own: torch.Tensor, n: int) -> torch.Tensor:
         """own fp32 [..., part] of `slots(n)` of every rank → int64 [...]: torch.argmax of all n, so of equal values
         the first, and the first NaN before any value. A rank sends its best value and that one's place, in 8 bytes."""

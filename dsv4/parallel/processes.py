@@ -69,14 +69,15 @@ class Processes:
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         self.issued += 1
-        if self.kernels is not None and self.kernels.few.gathers(x):
-            return list(self.kernels.few.gather(x))
         raw = x.reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
-        found = [torch.empty_like(raw) for _ in range(self.size)]
-        try:
-            dist.all_gather(found, raw)
-        except RuntimeError as failure:
-            raise RankLost(self.store.missing(failure)) from None
+        if self.kernels is not None:
+            found = self.kernels.gather(raw)
+        else:
+            found = [torch.empty_like(raw) for _ in range(self.size)]
+            try:
+                dist.all_gather(found, raw)
+            except RuntimeError as failure:
+                raise RankLost(self.store.missing(failure)) from None
         return [part.view(x.dtype).view(x.shape) for part in found]
 
     def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +89,7 @@ class Processes:
     def note(self, x: torch.Tensor, what: str) -> None:
         if what not in self.flags:
             self.flags[what] = torch.zeros(1, dtype=torch.int32, device=x.device)
-        if self.kernels is not None and self.kernels.few.gathers(x):
+        if self.kernels is not None and self.kernels.few.takes(x):
             self.issued += 1
             self.kernels.few.same(x, self.flags[what])
         else:

@@ -31,6 +31,14 @@ class OneHost:
         self._held.append((memory, handle))
         return list(handle.buffer_ptrs)
 
+    def gather(self, raw: torch.Tensor) -> list[torch.Tensor]:
+        """Bytes uint8 [n] of every rank, in their order. NCCL would move many of them faster, but it takes 0.7 GiB of a
+        GPU when it starts."""
+        n = len(raw)
+        whole = torch.nn.functional.pad(raw, (0, -n % 4))
+        parts = [self.few.gather(piece) for piece in whole.split(OneShot.BYTES)]
+        return list((torch.cat(parts, 1) if len(parts) > 1 else parts[0])[:, :n])
+
     def sums(self, x: torch.Tensor) -> bool:
         """Whether these kernels sum x."""
         return x.dtype in SUMMED

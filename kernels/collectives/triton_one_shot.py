@@ -38,6 +38,8 @@ class OneShot:
     rank's first call. Every rank makes the same calls in the same order.
     """
 
+    BYTES = 4 * BLOCK * BLOCKS  # of a tensor, at most
+
     def __init__(self, rank: int, buffers: Sequence[int], device: torch.device):
         self.rank, self.size = rank, len(buffers)
         self.buffers = torch.tensor(buffers, dtype=torch.int64, device=device)
@@ -54,9 +56,9 @@ class OneShot:
         return x.dtype in SUMMED and x.numel() <= BLOCK * BLOCKS
 
     @staticmethod
-    def gathers(x: torch.Tensor) -> bool:
+    def takes(x: torch.Tensor) -> bool:
         """Whether there is room for x, in whole words."""
-        return x.nbytes % 4 == 0 and x.nbytes <= 4 * BLOCK * BLOCKS
+        return x.nbytes % 4 == 0 and x.nbytes <= OneShot.BYTES
 
     def sum(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The sum of every rank's x (fp32, bf16 or fp16), taken in fp32 in the order of ranks, cast once to dtype.
@@ -68,14 +70,14 @@ class OneShot:
         return self._run(SUM, x, torch.empty(x.shape, dtype=dtype, device=x.device))
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x of every rank: [R, *x.shape]. Raises UnsupportedInput where `gathers` is false."""
+        """x of every rank: [R, *x.shape]. Raises UnsupportedInput where `takes` is false."""
         parts = x.new_empty(self.size, *x.shape)
         self._run(GATHER, _words(x), parts.view(-1).view(torch.int32))
         return parts
 
     def same(self, x: torch.Tensor, differs: torch.Tensor) -> None:
         """Sets differs (int32, one number) to 1 if a rank's x is another; leaves it as it is otherwise. Raises
-        UnsupportedInput where `gathers` is false."""
+        UnsupportedInput where `takes` is false."""
         self._run(SAME, _words(x), differs)
 
     def _run(self, kind: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -98,7 +100,7 @@ class OneShot:
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    if not OneShot.gathers(x):
+    if not OneShot.takes(x):
         raise UnsupportedInput(
             f"one exchange takes {BLOCK * BLOCKS} whole words of 4 bytes; this tensor has {x.nbytes} bytes"
         )

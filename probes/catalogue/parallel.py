@@ -20,12 +20,13 @@ from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes import shared_model
 from dsv4.probes.scenes.control import attempted_all, chance_of
-from dsv4.probes.scenes.shared_model import SAME, Log, on_ranks, watched
+from dsv4.probes.scenes.shared_model import SAME, Log, choosing, on_ranks, watched
 from dsv4.probes.subject import Subject
 from dsv4.sampling import Sampling
 
 WAYS = ((2, True), (2, False), (4, True))  # ranks, and whether routed experts are cut by expert
 TOKENS, DECODED, REWOUND, WRITTEN = 140, 4, 3, 12  # more tokens than an HCA window; a second row is a half as long
+SELECTED = 8  # entries, of those that a prompt of TOKENS has
 SHARED = ("num_attention_heads", "o_groups", "n_routed_experts")
 ALIKE = "what every rank computes has the same bits on all: they choose tokens, experts and entries without asking"
 REPLICA = "the same operation on the same input: equal bits"
@@ -69,6 +70,10 @@ class Parallel(Probe):
             return
         yield ledger(whole, models, where)
         yield from parameters(whole, models, where)
+        with choosing([whole, *models], SELECTED):
+            yield from self._computed(subject, whole, models, where)
+
+    def _computed(self, subject: Subject, whole, models: Sequence, where: str) -> Iterator[Check]:
         ids = tokens(subject, TOKENS + 2 * DECODED, self.seed, 2)
         log: Log = {}
         with watched(whole, log):
@@ -223,7 +228,7 @@ def stage_check(
         note = f"results of {list(found.shape)}; expected {list(wanted.shape)}"
         return compare(f"{name} of all ranks", float("inf"), "<=", 0.0, REPLICA, len(wanted), note=note, **about)
     errors = far(found.flatten(1).unsqueeze(0), wanted.flatten(1).unsqueeze(0))
-    limit, source = (0.0, REPLICA) if name in ("router", "embedding") else LIMITS[inside]
+    limit, source = (0.0, REPLICA) if name in ("router", "embedding", "selection") else LIMITS[inside]
     chance = far(wanted.flatten(1).roll(1, 0).unsqueeze(0), wanted.flatten(1).unsqueeze(0)).median().item()
     measured = errors.max().item()
     return compare(f"{name} of all ranks", measured, "<=", limit, source, errors.numel(), chance=chance, **about)

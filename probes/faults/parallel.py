@@ -300,6 +300,24 @@ def each_rank_joins_its_own_logits_first(site: Site) -> None:
     real = site.patch(Ranks, "joined", joined)
 
 
+@mutation("1.5", bugs=(), parts=("selection",), **RANKS)
+def selections_of_ranks_are_joined_in_reverse(site: Site) -> None:
+    """Tokens of a prompt get the entries that ranks selected for others, because parts are joined from the last on."""
+    real = site.patch(Ranks, "stacked", lambda ranks, x, n: real(ranks, x.flip(0), n).flip(0))
+
+
+@mutation("1.5", bugs=(), parts=("bits of selection",), **RANKS)
+def a_rank_keeps_to_its_own_selection(site: Site) -> None:
+    """Ranks do not exchange what they selected: each has nothing for the tokens of the others."""
+
+    def stacked(ranks, x, n):
+        found, part = torch.full_like(real(ranks, x, n), -1), ranks.slots(n)
+        found[part.start : part.stop] = x[: part.size]
+        return found
+
+    real = site.patch(Ranks, "stacked", stacked)
+
+
 # ---- ranks that are not alike ------------------------------------------------------------
 
 

@@ -32,8 +32,11 @@ class Stage:
     method: str = "forward"
 
 
+ENTRIES = 128  # more than any prompt of these scenes has
+
 STAGES = (
     Stage("queries", "attn.wq_b", (None,), 1),
+    Stage("selection", "attn.indexer", (None, None), SAME),
     Stage("heads and sinks", "attn", (1,), 1, "attend"),
     Stage("groups", "attn.wo_a", (1,), 1),
     Stage("output projection", "attn.wo_b", (1,), SUM),
@@ -67,8 +70,18 @@ def places(model) -> Iterator[tuple[str, Stage, Any]]:
     """(place, stage, module) of every computation that ranks share, in the order of the model."""
     yield "embedding", AROUND[0], model.embed
     for name, block in layers_of(model).items():
-        yield from ((shown(name), stage, block.get_submodule(stage.path)) for stage in STAGES)
+        indexed = hasattr(block.attn, "indexer")
+        stages = [stage for stage in STAGES if indexed or stage.name != "selection"]
+        yield from ((shown(name), stage, block.get_submodule(stage.path)) for stage in stages)
     yield "head", AROUND[1], model.head
+
+
+@contextmanager
+def choosing(models: Sequence, topk: int) -> Iterator[None]:
+    """While it lasts, indexers select at most `topk` entries, and several ranks share every prompt's scores."""
+    indexers = [block.attn.indexer for m in models for block in layers_of(m).values() if hasattr(block.attn, "indexer")]
+    with replaced(indexers, "topk", topk), replaced(indexers, "worth", 0):
+        yield
 
 
 @contextmanager
@@ -100,8 +113,14 @@ def watched(model, log: Log, whole: Log | None = None) -> Iterator[None]:
 
 
 def result_of(found) -> torch.Tensor:
-    """[N, ...]; of the router [N, 2·k]: experts and their weights."""
-    return found if isinstance(found, torch.Tensor) else torch.cat([found[0].float(), found[1]], -1)
+    """[N, ...]; of the router [N, 2·k]: experts and their weights; of the indexer [N, ENTRIES]: 1 for an entry that is
+    selected."""
+    if not isinstance(found, torch.Tensor):
+        return torch.cat([found[0].float(), found[1]], -1)
+    if found.dtype is not torch.int64:
+        return found
+    chosen = torch.zeros(found.shape[:-1].numel(), ENTRIES + 1)
+    return chosen.scatter_(1, found.flatten(0, -2) + 1, 1.0)[:, 1:]  # −1 is no entry
 
 
 def part_of(t: torch.Tensor, axis: int | None, ranks: Ranks) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from dsv4.kernels.collectives.triton_one_shot import BLOCK, BLOCKS, OneShot
 from dsv4.kernels.collectives.triton_shares import Shares
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.parallel.symmetric import OneHost
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs: tests/gpu/test_ranks.py")
 # (numbers, dtype) of calls one after the other: blocks of one size follow those of others
@@ -52,12 +53,28 @@ def rank_of(rank: int, size: int, buffers, wrong: dict, errors) -> None:
             for dtype in (given[0].dtype, torch.bfloat16):
                 found = group.sum(given[rank], dtype)
                 assert found.dtype is dtype and torch.equal(found, in_order(given).to(dtype)), f"sum of call {call}"
-            if group.gathers(given[rank]):
+            if group.takes(given[rank]):
                 assert torch.equal(group.gather(given[rank]), torch.stack(given)), f"parts of call {call}"
             ids, differs = torch.arange(3) + call, torch.zeros(1, dtype=torch.int32)
             ids[call % 3] += wrong.get(call) == rank
             group.same(ids, differs)
             assert differs.item() == (call in wrong), f"comparison of call {call}"
+    except BaseException as failure:
+        errors.put(f"rank {rank}: {type(failure).__name__}: {failure}")
+        os._exit(1)  # the others wait for this one
+
+
+def bytes_of(rank: int, size: int, buffers, errors) -> None:
+    """Any number of bytes, in as many exchanges as they need."""
+    try:
+        torch.set_num_threads(1)
+        OneShot.BYTES = 4096
+        group = OneHost.__new__(OneHost)
+        group.few = OneShot(rank, [t.data_ptr() for t in buffers], torch.device("cpu"))
+        for n in (1, 5, 4096, 4097, 3 * 4096 + 2):
+            given = [torch.arange(n).mul(r + 3).to(torch.uint8) for r in range(size)]
+            found = group.gather(given[rank])
+            assert len(found) == size and all(map(torch.equal, found, given)), f"{n} bytes"
     except BaseException as failure:
         errors.put(f"rank {rank}: {type(failure).__name__}: {failure}")
         os._exit(1)  # the others wait for this one
@@ -107,6 +124,10 @@ def test_ranks_exchange_at_their_own_pace(size):
     run_ranks(rank_of, size, OneShot.nbytes(size), {4: 0, 9: size - 1})
 
 
+def test_any_number_of_bytes_is_gathered():
+    run_ranks(bytes_of, 3, OneShot.nbytes(3))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_sum_by_shares_at_their_own_pace(size):
     run_ranks(shares_of, size, Shares.nbytes(size, 3))
@@ -114,7 +135,7 @@ def test_ranks_sum_by_shares_at_their_own_pace(size):
 
 def test_what_has_no_room_is_refused():
     group, room = OneShot(0, [0], torch.device("cpu")), BLOCK * BLOCKS
-    assert group.sums(torch.empty(room)) and group.gathers(torch.empty(room))
+    assert group.sums(torch.empty(room)) and group.takes(torch.empty(room))
     for x in (torch.zeros(1, dtype=torch.float64), torch.zeros(room + 1)):
         with pytest.raises(UnsupportedInput, match=f"sums {room} numbers .*; these are {len(x)} of"):
             group.sum(x, torch.float32)

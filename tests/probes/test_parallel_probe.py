@@ -51,6 +51,8 @@ NAMED = {  # fault → the parts that are red, but those that follow
     "padding of the last shard is chosen": {"greedy text"},
     "tokens of another part are not masked": {"embedding"},
     "each rank joins its own logits first": {"bits of head", "bits of logits", "tokens of ranks"},
+    "selections of ranks are joined in reverse": {"selection", "heads and sinks"},
+    "a rank keeps to its own selection": {"selection", "bits of selection", "heads and sinks"},
     "a replicated norm differs on one rank": {"replicated norms"},
     "one rank is given another token": {"tokens of ranks"},
     "each rank draws by another seed": {"tokens of ranks"},
