@@ -11,11 +11,13 @@ from dsv4.kernels.quantize.triton_codes import narrow, rounded, widen
 
 @triton.jit
 def _block(TABLE, INDICES, b, blocks):
-    """(expert, first place in the order, pairs) of block b; without a table, of pair b alone."""
+    """(expert, first place in the order, pairs) of block b; without a table, of pair b alone. `down` reads them while
+    `gate_up` runs, so not from an L1 cache, which may hold those of an earlier launch."""
     if TABLE is None:
-        e, first, count = tl.load(INDICES + b).to(tl.int32), b, 1
+        e, first, count = tl.load(INDICES + b, cache_modifier=".cg").to(tl.int32), b, 1
     else:
-        e, first, count = tl.load(TABLE + 1 + b), tl.load(TABLE + 1 + blocks + b), tl.load(TABLE + 1 + 2 * blocks + b)
+        e, first = tl.load(TABLE + 1 + b, cache_modifier=".cg"), tl.load(TABLE + 1 + blocks + b, cache_modifier=".cg")
+        count = tl.load(TABLE + 1 + 2 * blocks + b, cache_modifier=".cg")
     return e, first, count
 
 
@@ -25,7 +27,7 @@ def _ids(ORDER, first, n, count):
     if ORDER is None:
         ids = tl.where(n < count, first + n, 0)
     else:
-        ids = tl.load(ORDER + first + n, mask=n < count, other=0)
+        ids = tl.load(ORDER + first + n, mask=n < count, other=0, cache_modifier=".cg")
     return ids.to(tl.int64)
 
 
@@ -75,6 +77,7 @@ def _gate_up_tile(
     SIMULATE: tl.constexpr,
     APART: tl.constexpr,
     EARLY: tl.constexpr = 0,
+    THEN: tl.constexpr = False,
 ):
     """Columns row … row + 4·RH of the hidden activations of `count` pairs from place `first` on; EACH pairs share a row
     of X."""
@@ -106,6 +109,7 @@ def _gate_up_tile(
         row_at=ids // EACH * x_stride,
         count=count,
         EARLY=EARLY,
+        THEN=THEN,
     )
     gate, up = tl.split(tl.permute(tl.reshape(y, [RH // 2, 2, 8, T]), (0, 2, 3, 1)))
     if G is not None:
@@ -180,8 +184,13 @@ def gate_up(
     expert. X: rows of the pairs; XS: rows of the shared expert. APART is for blocks of up to two pairs. SPLIT is for
     larger blocks. 1: two pairs at a time, so that a pair has the bits that it has alone; weights are read again, mostly
     from caches. 2: not APART, with fewer rows, because such a program holds more in registers.
+
+    The next kernel, `down`, may start when this one no longer waits: then it is known which experts there are, and the
+    first words of their matrices are loaded before this kernel has ended.
     """
-    launch_dependents(EARLY)
+    THEN: tl.constexpr = W is not None and EARLY > 0
+    if not THEN:
+        launch_dependents(EARLY)
     shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
     programs = tl.num_programs(0)
     if W1 is not None:
@@ -215,9 +224,11 @@ def gate_up(
                 SIMULATE_S,
                 APART_S,
                 EARLY,
+                THEN,
             )
     if W is not None:
         wait_for_dependencies(EARLY)  # for those whose experts are
+        launch_dependents(THEN)
         ROWS: tl.constexpr = (I + 4 * RH - 1) // (4 * RH)
         found = blocks if TABLE is None else tl.load(TABLE)
         for tile in range(_after(shared), found * ROWS, programs):
@@ -453,10 +464,9 @@ def down(
                 APART_S,
                 EARLY,
             )
-    if W is not None:
-        wait_for_dependencies(EARLY)
+    if W is not None:  # which experts there are was known before `gate_up` let this kernel start
         ROWS: tl.constexpr = (D + 8 * RH - 1) // (8 * RH)
-        found = blocks if TABLE is None else tl.load(TABLE)
+        found = blocks if TABLE is None else tl.load(TABLE, cache_modifier=".cg")
         for tile in range(_after(shared), found * ROWS, programs):
             e, first, count = _block(TABLE, INDICES, tile // ROWS, blocks)
             if e >= 0:
@@ -487,6 +497,7 @@ def down(
                             BK,
                             SIMULATE,
                             APART,
+                            EARLY,
                         )
                 elif SPLIT == 2 and count > 2:
                     for half in range(RH // 2):
@@ -512,6 +523,7 @@ def down(
                             BK,
                             SIMULATE,
                             False,
+                            EARLY,
                         )
                 else:
                     _down_tile(
@@ -536,7 +548,9 @@ def down(
                         BK,
                         SIMULATE,
                         APART,
+                        EARLY,
                     )
+        wait_for_dependencies(EARLY)  # also of a program without experts: whoever waits for this kernel waits for all
 
 
 @triton.jit

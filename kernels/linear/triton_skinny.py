@@ -20,6 +20,7 @@ from dsv4.kernels.linear.triton_words import (
     ROUND_E4M3,
     after_loads,
     larger_pair,
+    launch_dependents,
     loads_begun,
     pair,
     unpack,
@@ -338,6 +339,7 @@ def skinny(
     row_at=None,
     count=0,
     EARLY: tl.constexpr = 0,
+    THEN: tl.constexpr = False,
 ):
     """x (tokens `at`) times weight rows from `first` on: fp32 [8·RH, 8·NH], or [8·RH, 2] if APART.
 
@@ -347,7 +349,7 @@ def skinny(
     SPAN, a multiple of 128·KS: only columns begin … begin + SPAN. APART: MXFP4 and up to two tokens; not with NORM.
     APART and NORM read whole rows first: row_at int64 [8·NH] or, for one or two tokens, [2], of which the first `count`
     are tokens. EARLY: the wait for earlier kernels is here, after the first EARLY − 1 (at most two) steps of the weight
-    are issued; X, CIS, at and row_at must not depend on those kernels.
+    are issued; X, CIS, at and row_at must not depend on those kernels. THEN: the next kernel may start after that.
     """
     C: tl.constexpr = (
         1 if FORMAT == "mxfp4" or FORMAT == "nvfp4" else 2 if FORMAT == "fp8" else 4 if FORMAT == "bf16" else 8
@@ -368,6 +370,7 @@ def skinny(
     loads_begun(FP32)
     if EARLY > 2:
         wait_for_dependencies(True)
+    launch_dependents(THEN)
     # while the first words are loaded
     inverse = None if NORM is None else _inverse_rms(X, row_at, count, K, KS, NH, eps)
     up, down = _range(X, row_at, count, K, KS) if APART else (None, None)
