@@ -27,7 +27,7 @@ from dsv4.model.arguments import (
     new_counts,
 )
 from dsv4.model.block import Block, HyperHead, merged
-from dsv4.model.causal import CausalLM, Collector, Embedding, Head, uniform_pieces
+from dsv4.model.causal import CausalLM, Collector, uniform_pieces
 from dsv4.model.config import ModelConfig
 from dsv4.model.cut_logits import Logits
 from dsv4.model.linear import RMSNorm
@@ -37,6 +37,7 @@ from dsv4.model.numerics import Numerics
 from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.rope import frequencies
 from dsv4.model.step import CapturedStep, Step
+from dsv4.model.vocabulary import Embedding, Head
 
 
 class Model(CausalLM):

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from dsv4.model.causal import Embedding
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.projection import Projection
 from dsv4.model.linear import Linear
+from dsv4.model.vocabulary import Embedding
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.loading import not_strict, renamed
 

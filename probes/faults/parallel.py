@@ -8,10 +8,10 @@ from dsv4.loaders.cuts import Cut
 from dsv4.loaders.load import Inventory
 from dsv4.model import together
 from dsv4.model.attention import GroupedLinear, WindowAttention
-from dsv4.model.causal import Embedding
 from dsv4.model.cut_logits import whole
 from dsv4.model.moe import Experts, MoE, SharedExpert
 from dsv4.model.ranks import ALONE, Ranks
+from dsv4.model.vocabulary import Embedding
 from dsv4.probes.faults import Site, mutation
 from dsv4.probes.faults.profile import RANKS as RAW
 

@@ -13,7 +13,7 @@ from dsv4.kernels.grouped_attention import traversals
 from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.loaders.cuts import Cut
-from dsv4.model.causal import CausalLM, Embedding, Head
+from dsv4.model.causal import CausalLM
 from dsv4.model.cut_logits import Logits, cut, whole
 from dsv4.model.gqa.attention import SelfAttention
 from dsv4.model.gqa.cache import GroupedCache, LayerRows
@@ -29,6 +29,7 @@ from dsv4.model.module import Module, fuses
 from dsv4.model.numerics import Numerics
 from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.step import CapturedStep, Step
+from dsv4.model.vocabulary import Embedding, Head
 
 GQA_COMPOSITIONS = {"linears": COMPOSITIONS["linears"]}
 
