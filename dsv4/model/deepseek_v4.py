@@ -186,7 +186,7 @@ class Model(CausalLM):
     def _layers(self, step: Step, cache: Cache) -> Sequence[torch.Tensor]:
         """Every layer up to its last write to the streams, in the form of `Block.sublayers`."""
         if self.ranks.size == 1 and fuses(self.op, "embed_streams", self.embed):
-            table, dtype = self.embed.weight, self.numerics.activation
+            table, dtype = self.embed.table, self.numerics.activation
             streams = self.op.embed_streams(step.ids, table, self.config.hc_mult, dtype)
         else:
             h = self.embed(step.ids).to(self.numerics.activation)

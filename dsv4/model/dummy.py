@@ -22,11 +22,11 @@ from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.dummy import config_of, planned
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
-from dsv4.model.host_experts import place
 from dsv4.model.linear import Matrix
-from dsv4.model.load import check_expert_memory, expert_room, resolve_backend, resolve_device
+from dsv4.model.load import resolve_backend, resolve_device
 from dsv4.model.numerics import numerics_named
 from dsv4.model.official import published_model
+from dsv4.model.placement import check_embedding_memory, check_expert_memory, place
 from dsv4.model.ranks import Ranks, here
 
 E4M3_RMS, E2M1_RMS = 0.5, 2.93  # of the random codes below
@@ -50,14 +50,15 @@ def load_dummy(
     ranks: Ranks | None = None,
     progress: Progress | None = None,
     expert_memory: ExpertMemory | None = None,
+    embedding_memory: str = "device",
 ) -> CausalLM:
     """A model of the published configuration 'flash' or 'pro' with its first `layers` layers and random weights; mtp:
     with its MTP block too.
 
     Or of a GQA geometry (`dsv4.model.gqa.geometries`), with `attention`. Formats are the official ones (FP8 matrices,
     MXFP4 experts); maps have gains near 1. ranks: as `load_model`; each rank holds its parts of the weights that the
-    whole model of this seed has on such a device, bit for bit. Other arguments, kv_memory, kernels and
-    expert_memory too, as `load_model`. Raises InputError for a name or number of layers that does not exist, and for
+    whole model of this seed has on such a device, bit for bit. Other arguments, kv_memory, kernels, expert_memory and
+    embedding_memory too, as `load_model`. Raises InputError for a name or number of layers that does not exist, and for
     numbers that so many ranks cannot share.
     """
     ranks, target, choice = here() if ranks is None else ranks, resolve_device(device), numerics_named(numerics)
@@ -79,7 +80,8 @@ def load_dummy(
         together.check_alike(ranks, None, "random weights", *asked)
         model = published_model(config, choice, ran_by, mtp, kernels, ranks)
     model.max_context, model.kv_memory = max_context, kv_memory
-    place(model, target, expert_memory, lambda chosen: expert_room(model, chosen, target))
+    check_embedding_memory(embedding_memory, model.config)
+    place(model, target, expert_memory, embedding_memory)
     fill_weights(model, seed, together.telling(ranks, progress))
     if model.expert_tier is not None:
         model.expert_tier.start()

@@ -23,7 +23,7 @@ from dsv4.model.tokenizer import Tokenizer
 class Asking:
     """What a plan is made for: `batch` rows of `context` tokens. inventory: None of a published configuration without a
     checkpoint; attention: a policy, and kv_memory: caches in host memory, where they are asked for; ranks: which rank
-    it is for."""
+    it is for; embedding_memory: 'device' or 'host'."""
 
     config: Any
     inventory: Inventory | None
@@ -34,6 +34,7 @@ class Asking:
     attention: Attention | None = None
     kv_memory: HostMemory | None = None
     ranks: Ranks = ALONE
+    embedding_memory: str = "device"
 
 
 class Family(ABC):

@@ -12,7 +12,6 @@ The device decides all of this, with lists of fixed sizes: a step can be capture
 """
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from dsv4.kernels.dispatch import bind
 from dsv4.kernels.operations import TIER_OPERATIONS
 from dsv4.kernels.quantize import PackedWeight
 from dsv4.kernels.staging import Pool, new_table, paired
-from dsv4.model.expert_memory import ExpertMemory, ExpertSizes, check_step, resident_experts
+from dsv4.model.expert_memory import ExpertSizes, check_step
 from dsv4.model.linear import Matrix
 from dsv4.model.moe import Experts
 
@@ -244,31 +243,15 @@ def sizes_of(model: nn.Module, topk: int) -> ExpertSizes:
     return ExpertSizes(each, found[0].part.size if found else 0, topk)
 
 
-def place(
-    model: Any,
-    home: torch.device,
-    choice: ExpertMemory | None,
-    room: Callable[[ExpertMemory], int | None] = lambda _: None,
-) -> None:
-    """Give a model on the meta device its memory: on `home`, with a choice except for routed experts, whose tier
-    becomes `model.expert_tier`; fill the parameters, then `start` it. room(choice): bytes of the device that experts
-    may take by default.
-
-    Raises as `resident_experts`, and PinnedMemoryError with all bytes if host memory is short."""
-    model.device = home
-    if choice is None:
-        model.to_empty(device=home)
-        return
-    sizes = sizes_of(model, getattr(model.config, "num_experts_per_tok", 0))
-    slots = resident_experts(choice, sizes, room(choice) if choice.resident is None and choice.budget is None else None)
+def new_tier(model: Any, home: torch.device, slots: int, sizes: ExpertSizes) -> ExpertTier:
+    """Host memory for the routed experts of a model on the meta device, and `slots` slots of each layer on `home`; fill
+    the parameters, then `start` it. Raises PinnedMemoryError with all bytes if host memory is short."""
     check_limit(sizes.host_bytes)
     op = bind(TIER_OPERATIONS, model.backend, model.dispatch)
     whole: dict[tuple, torch.Tensor] = {}
     shared = None if slots == sizes.experts else whole
     layers: list[HostExperts] = []
-    own: set[nn.Module] = set()
     for module in [m for m in model.modules() if isinstance(m, Experts)]:
-        own |= {module.w13, module.w2}
         try:
             layers.append(HostExperts(module, slots, home, op, shared))
         except PinnedMemoryError as error:
@@ -277,7 +260,4 @@ def place(
                 f"routed experts take {sizes.host_bytes} bytes of pinned host memory, of which {had} were had: {error}"
             ) from error
         module.host = layers[-1]
-    for module in model.modules():
-        if module not in own:
-            module.to_empty(device=home, recurse=False)
-    model.expert_tier = ExpertTier(layers, slots, sizes, whole)
+    return ExpertTier(layers, slots, sizes, whole)

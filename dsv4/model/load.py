@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from dsv4.cache.cache import DEFAULT_MAX_REWIND
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.errors import InputError
 from dsv4.kernels.replacing import replacements_of
@@ -14,14 +13,13 @@ from dsv4.loaders.files import Progress
 from dsv4.loaders.load import Inventory
 from dsv4.model import families, together
 from dsv4.model.causal import CausalLM
-from dsv4.model.expert_memory import LONGEST, RESERVE, ExpertMemory
+from dsv4.model.expert_memory import ExpertMemory
 from dsv4.model.families import pieces_of as pieces_of  # old places of these names, until 0.4
 from dsv4.model.families import plan_model as plan_model
-from dsv4.model.family import Asking
 from dsv4.model.gqa.choice import NOT_GQA, Attention
-from dsv4.model.host_experts import place, sizes_of
 from dsv4.model.numerics import numerics_named
 from dsv4.model.parameters import write_parameters
+from dsv4.model.placement import check_embedding_memory, check_expert_memory, place
 from dsv4.model.ranks import Ranks, here
 
 
@@ -42,6 +40,7 @@ def load_model(
     kernels: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
     expert_memory: ExpertMemory | None = None,
+    embedding_memory: str = "device",
 ) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
@@ -59,7 +58,7 @@ def load_model(
     made after that). kernels: operation → a function, or its spec as text, to run in its place (`dsv4.kernels.user`).
     ranks: which of several processes this is that hold the model together; each reads its part of every tensor. None:
     what this process is (`dsv4.parallel`). expert_memory: routed experts are in pinned host memory (None: on the
-    device).
+    device). embedding_memory: 'device' or 'host', where the token embedding is; the output is the same.
 
     The model carries `ledger` (LoadLedger) and `inventory`. Raises CheckpointError, ConfigError,
     InputError, BackendUnavailable or KernelError, each one line.
@@ -84,6 +83,7 @@ def load_model(
     ran_by = resolve_backend(backend, target, device_map is not None)
     model = family.plan(inventory, choice.with_caches(cache, index_cache), ran_by, mtp, kernels, ranks)
     model.ledger.check()
+    check_embedding_memory(embedding_memory, model.config, device_map)
     if max_context is not None and not 0 < max_context <= model.config.max_position_embeddings:
         raise InputError(
             f"max_context {max_context} is not within 1 … {model.config.max_position_embeddings}, the checkpoint's "
@@ -97,37 +97,13 @@ def load_model(
 
         spread(model, device_map, max_memory, target, progress)
     else:
-        place(model, target, expert_memory, lambda chosen: expert_room(model, chosen, target))
+        place(model, target, expert_memory, embedding_memory)
         write_parameters(model, family.pieces(model, ""), together.telling(ranks, progress))
         if model.expert_tier is not None:
             model.expert_tier.start()
     family.check_copies(inventory)
     together.check_whole(ranks, model)
     return model
-
-
-def check_expert_memory(choice: ExpertMemory | None, ranks: Ranks, device_map: Any = None) -> None:
-    """Raises InputError where experts in host memory are asked for with what they do not go with."""
-    others = {"--tensor-parallel-size": ranks.size > 1, "--device-map": device_map is not None}
-    for option in [name for name, given in others.items() if given and choice is not None]:
-        raise InputError(
-            f"--expert-memory host and {option} were given; slots of experts are on one device, which runs all layers: "
-            "leave out one"
-        )
-
-
-def expert_room(model: CausalLM, choice: ExpertMemory, device: torch.device) -> int | None:
-    """Bytes of a GPU that a model on the meta device leaves for its routed experts, beside its other weights, the
-    caches that `choice` names and what a step takes; None on a host processor."""
-    if device.type != "cuda":
-        return None
-    config = model.config
-    context = choice.context or model.max_context or min(LONGEST, config.max_position_embeddings)
-    given = config, model.inventory, model.numerics, choice.rows, context, DEFAULT_MAX_REWIND
-    layers, shared = families.of(config).cache_streams(Asking(*given, None, model.kv_memory))
-    caches = sum(s.nbytes for s in (*(s for x in layers for s in x.streams), *shared) if s.place != "pinned")
-    others = model.nbytes - sizes_of(model, 0).host_bytes
-    return torch.cuda.mem_get_info(device)[0] - others - caches - RESERVE
 
 
 def resolve_device(device: str) -> torch.device:
