@@ -136,6 +136,8 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
     figures |= {"notes": termination_notes(session.model) + notes}
     if experts := use.document(sum(len(d["token_ids"]) for d in documents), seconds):
         figures["experts"] = experts
+    if pinned := session.model.embed.host_bytes:
+        figures["embedding"] = {"pinned_bytes": pinned}
     if session.model.replacements:
         figures["kernels"] = user_kernels.documents(session.model)
     write({"figures": figures})

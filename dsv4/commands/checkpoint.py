@@ -10,6 +10,7 @@ from dsv4.commands.options import (
     AsJson,
     Cache,
     Checkpoint,
+    EmbeddingIn,
     ExpertBudget,
     ExpertsIn,
     IndexCache,
@@ -126,6 +127,7 @@ def plan(
     expert_memory: ExpertsIn = "device",
     resident_experts: Resident = None,
     expert_budget: ExpertBudget = None,
+    embedding_memory: EmbeddingIn = "device",
     as_json: AsJson = False,
 ):
     """Say whether a model fits a device. The first line answers; then come the bytes of the weights and of each cache
@@ -151,6 +153,7 @@ def plan(
         gpus,
         tensor_parallel_size,
         expert_memory_named(expert_memory, resident_experts, expert_budget),
+        embedding_memory,
     )
     if as_json:
         print_json(document)

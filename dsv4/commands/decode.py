@@ -21,6 +21,7 @@ from dsv4.commands.options import (
     DraftCosts,
     Drafting,
     Drafts,
+    EmbeddingIn,
     ExpertBudget,
     ExpertsIn,
     Guess,
@@ -98,6 +99,7 @@ def generate(
     expert_memory: ExpertsIn = "device",
     resident_experts: Resident = None,
     expert_budget: ExpertBudget = None,
+    embedding_memory: EmbeddingIn = "device",
     dummy_weights: Annotated[
         str | None, choice(DUMMIES, "A published geometry with random weights, instead of a checkpoint.")
     ] = None,
@@ -176,6 +178,7 @@ def generate(
                 kernels,
                 expert_parallel,
                 experts,
+                embedding_memory,
             )
         _say(user_kernels.before(session.model), quiet)
         session.tokenizer = tokenizer
@@ -270,6 +273,7 @@ def batch(
     expert_memory: ExpertsIn = "device",
     resident_experts: Resident = None,
     expert_budget: ExpertBudget = None,
+    embedding_memory: EmbeddingIn = "device",
     prefill_chunks: PrefillChunks = None,
     threads: Threads = None,
     quiet: Quiet = False,
@@ -313,6 +317,7 @@ def batch(
                 kernels=kernels,
                 by_expert=expert_parallel,
                 expert_memory=experts,
+                embedding_memory=embedding_memory,
             )
         opened.append(session.model)
         _say(user_kernels.before(session.model), quiet)

@@ -167,6 +167,7 @@ class Session:
         kernels: Mapping[str, Replacement] | None = None,
         by_expert: bool = False,
         expert_memory: ExpertMemory | None = None,
+        embedding_memory: str = "device",
     ):
         """by_expert: of several ranks each has whole routed experts."""
         choices = replace(choices, device=joined(choices.device, by_expert))
@@ -188,6 +189,7 @@ class Session:
                 kernels=kernels,
                 progress=progress,
                 expert_memory=expert_memory,
+                embedding_memory=embedding_memory,
                 **asdict(choices),
             )
             self.checkpoint, self.tokenizer, self.stop_ids = Path(f"{dummy} geometry, random weights"), None, set()
@@ -201,6 +203,7 @@ class Session:
             kv_memory=kv_memory,
             kernels=kernels,
             expert_memory=expert_memory,
+            embedding_memory=embedding_memory,
             **asdict(choices),
         )
         self.checkpoint = Path(checkpoint)
@@ -307,6 +310,7 @@ class Session:
             },
             "host_memory": result.host,
             **({"experts": result.experts} if result.experts else {}),
+            **({"embedding": {"pinned_bytes": model.embed.host_bytes}} if model.embed.host_bytes else {}),
             "speculation": result.speculation.document(len(result.token_ids)) if result.speculation else None,
             "attention": model.attention.document() if model.attention else None,
             "placement": model.placement,

@@ -25,8 +25,8 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Text": "text context rows tail new_tokens needles needle_context asked_tasks needles_a_haystack asked_context "
     "in_prompt every queries tokens seed dump",
     "Model": "numerics backend kernel device tensor_parallel_size expert_parallel threads jobs dummy_weights "
-    "device_map max_memory expert_memory resident_experts expert_budget layers weights bandwidth capacity steps tier "
-    "hit_rate host_memory",
+    "device_map max_memory expert_memory resident_experts expert_budget embedding_memory layers weights bandwidth "
+    "capacity steps tier hit_rate host_memory",
     "Cache and attention": "cache index_cache attention attention_tokens terminate terminate_rule prefill_chunks "
     "kv_memory staged_blocks guess_ahead",
     "Conversion": "to allow_rounding max_shard resume discard_partial",

@@ -217,6 +217,14 @@ Guess = Annotated[
         "trained ones.",
     ),
 ]
+EmbeddingIn = Annotated[
+    str,
+    choice(
+        MEMORIES,
+        "Where the token embedding is: on the device, or in pinned host memory, from which a step reads a row a token. "
+        "The output is the same.",
+    ),
+]
 ExpertsIn = Annotated[
     str,
     choice(

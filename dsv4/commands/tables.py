@@ -49,6 +49,7 @@ def generation_summary(document: Mapping, console: Console) -> None:
         + (f", pinned host memory {format_bytes(host['pinned_bytes'])}" if host else "")
         + f", peak {format_bytes(b['peak'])}"
     )
+    embedding_place(document.get("embedding"), console)
     experts_use(document.get("experts"), console)
     kinds = Counter(row["kind"] for row in layers)
     ran = Counter(row["implementation"] for row in document["dispatch"] if row["calls"])
@@ -57,6 +58,13 @@ def generation_summary(document: Mapping, console: Console) -> None:
         f"path: {_counted(kinds)} layers on {where}; numerics {document['numerics']}, backend "
         f"{document['backend']}; operations by {_counted(ran)}"
     )
+
+
+def embedding_place(found: Mapping | None, console: Console) -> None:
+    """One line of a token embedding in host memory, if it is there."""
+    if found:
+        pinned = format_bytes(found["pinned_bytes"])
+        console.print(f"embedding: {pinned} of the weights in host memory, of which a step reads a row a token")
 
 
 def experts_use(found: Mapping | None, console: Console) -> None:
@@ -138,6 +146,7 @@ def batch(requests: Sequence[Mapping], figures: Mapping, seconds: float, console
         console.print(f"… and {len(requests) - MOST_ROWS} more requests; stdout has all")
     for note in figures["notes"]:
         console.print(f"note: {note}")
+    embedding_place(figures.get("embedding"), console)
     experts_use(figures.get("experts"), console)
     failed = sum(r["error"] is not None for r in requests)
     drafted, accepted = (sum(r[key] for r in requests) for key in ("drafted", "accepted"))

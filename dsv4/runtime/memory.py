@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache.streams import cache_streams
+from dsv4.loaders.files import DTYPES
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model.config import ModelConfig
 from dsv4.model.numerics import Numerics
@@ -18,9 +19,10 @@ from dsv4.units import count_named as count_named
 from dsv4.units import format_bytes as format_bytes
 from dsv4.units import parse_count as parse_count
 
+EMBEDDING = r"(model\.embed_tokens|embed)\..*"
 PARTS = (  # first match names the part of the model a tensor belongs to
     (r"mtp\..*", "MTP"),
-    (r"(model\.embed_tokens|embed)\..*", "embedding"),
+    (EMBEDDING, "embedding"),
     (r"(lm_)?head\..*", "output head"),
     (r".*ffn\.experts\..*", "routed experts"),
     (r".*ffn\.shared_experts\..*", "shared experts"),
@@ -38,7 +40,7 @@ PARTS = (  # first match names the part of the model a tensor belongs to
 class Row:
     """One line of a plan: a name, its bytes, and the formula of the bytes."""
 
-    # 'weights', 'cache', or of a cache in host memory 'pinned' and 'staging' (see `dsv4.cache.streams.Stream.place`)
+    # 'weights', 'cache', or of what is in host memory 'pinned' and 'staging' (see `dsv4.cache.streams.Stream.place`)
     group: str
     name: str
     nbytes: int
@@ -65,8 +67,12 @@ def labels(names: Iterable[str], table: tuple) -> Iterator:
         yield known[alike]
 
 
-def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[Row]:
-    """Bytes of the stored tensors by part of the model. tensors: official name → (dtype, shape)."""
+def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]], embedding_memory: str = "device") -> list[Row]:
+    """Bytes of the stored tensors by part of the model. tensors: official name → (dtype, shape). embedding_memory:
+    'host' makes the embedding's row one of pinned memory."""
+    if embedding_memory == "host":
+        kept = {name: t for name, t in tensors.items() if not re.fullmatch(EMBEDDING, name)}
+        return [*weight_rows(kept), *(pinned_embedding(*t) for name, t in tensors.items() if name not in kept)]
     sizes: Counter = Counter()
     counts: Counter = Counter()
     for part, (dtype, shape) in zip(labels(tensors, PARTS), tensors.values()):
@@ -85,6 +91,12 @@ def weight_rows(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> list[Row]:
             )
         )
     return rows
+
+
+def pinned_embedding(dtype: str, shape: tuple[int, ...]) -> Row:
+    """The row of a token embedding [vocab, d] in host memory, or of a rank's part of it."""
+    vocab, d = shape
+    return Row("pinned", "embedding", tensor_bytes(dtype, shape), f"{vocab} tokens × {d} × {DTYPES[dtype].itemsize} B")
 
 
 def cache_rows(

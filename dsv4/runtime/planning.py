@@ -21,6 +21,7 @@ from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
+from dsv4.model.placement import check_embedding_memory
 from dsv4.model.ranks import Ranks
 from dsv4.runtime.beside import cache_beside
 from dsv4.runtime.gpus import Unit, answer, enough, max_memory, memory_limits, named_bytes, shares, split, units
@@ -48,6 +49,7 @@ def plan(
     gpus: int = 1,
     ranks: int = 1,
     expert_memory: ExpertMemory | None = None,
+    embedding_memory: str = "device",
 ) -> dict:
     """Bytes of weights and caches, their formulas, and whether they fit; what a decode step reads at that context; the
     cache of DeepSeek-V3.2 beside a DeepSeek-V4 model's. As JSON values.
@@ -56,7 +58,8 @@ def plan(
     row ('128K'); None: what the model takes (max_position_embeddings), at most 1M, and the document says that this was
     the default. attention: of a GQA model, whose policy's summaries are counted. kv_memory: caches in host memory,
     whose pinned bytes are no part of the total on the device. expert_memory: routed experts there, with so many of each
-    layer on the device as fit it by default. device: as `capacities_of` takes it.
+    layer on the device as fit it by default. embedding_memory: 'host' for a token embedding there. device: as
+    `capacities_of` takes it.
 
     gpus: so many of it, over which whole layers are spread. ranks: so many processes with one of it each (host memory
     they share), which hold a part of every layer. "rows" are then of all of them together, "ranks" has each one's, with
@@ -82,6 +85,12 @@ def plan(
             f"--expert-memory host and {'--gpus' if gpus > 1 else '--tensor-parallel-size'} {max(gpus, ranks)} were "
             "given; slots of experts are on one device, which runs all layers: leave out one"
         )
+    check_embedding_memory(embedding_memory, config)
+    if gpus > 1 and embedding_memory == "host":
+        raise InputError(
+            f"--embedding-memory host and --gpus {gpus} were given; the embedding is read by one device, which runs "
+            "all layers: leave out one, or ask for --tensor-parallel-size"
+        )
     if gpus > 1 and kv_memory is not None:
         raise InputError(
             f"--gpus {gpus} was given; a cache in host memory runs on one device (--device-map does not spread it): "
@@ -91,7 +100,8 @@ def plan(
     choice = numerics_named(numerics)
     family.check_choices(choice, None, cache, index_cache)
     choice = choice.with_caches(cache, index_cache)
-    asking = Asking(config, inventory, choice, batch, context, max_rewind, attention, kv_memory)
+    asked_of = config, inventory, choice, batch, context, max_rewind, attention, kv_memory
+    asking = Asking(*asked_of, embedding_memory=embedding_memory)
     caches, tensors = _cache_rows(asking), held_tensors(config, inventory, choice)
     experts: dict | None = None
     shared = rank_plans(asking, ranks, _cache_rows, CHUNK if device == "cpu" else GPU_CHUNK) if ranks > 1 else []
@@ -101,13 +111,13 @@ def plan(
         kept, tier = _split_experts(tensors)
         here = device == "cpu"
         set_aside = [] if here else [Row("step", "set aside for a step and captured graphs", RESERVE, f"{RESERVE} B")]
-        rows = [*weight_rows(kept), *caches, *set_aside]
+        rows = [*weight_rows(kept, embedding_memory), *caches, *set_aside]
         left = capacities[0] - sum(row.nbytes for row in rows if row.group != "pinned")
         slots = resident_experts(expert_memory, sized := _expert_sizes(tier, config), None if here else left)
         rows += [Row(s.place, s.name, s.nbytes, s.formula) for s in sized.streams(slots)]
         experts = {"resident": slots, "of": sized.experts, "layers": len(sized.each), "expert_bytes": max(sized.each)}
     else:
-        rows = [*weight_rows(tensors), *caches]
+        rows = [*weight_rows(tensors, embedding_memory), *caches]
     part = family.part_config(config, Ranks(0, ranks))
     read = step_parts(part, choice, tensors, batch, context, attention.policy if attention else dense())
     sizes, of_one = Plan(tuple(rows)), Plan(tuple(caches))
@@ -116,7 +126,7 @@ def plan(
         parts = [[unit] for unit in found] if len(capacities) > 1 else [found]
     else:
         found = _units(asking)
-        if kv_memory is not None or experts is not None:
+        if sizes.total("pinned"):
             found = [Unit("everything", sizes.total("weights"), sum(map(sizes.total, ("cache", "staging", "step"))))]
         parts = split(found, capacities)
     return {

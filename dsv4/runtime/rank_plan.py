@@ -56,7 +56,8 @@ def rank_plans(asking: Asking, size: int, caches: Callable[[Asking], Sequence[Ro
         held = dict(model.named_parameters())
         tensors = {name: (DTYPE_NAMES[p.dtype], tuple(p.shape)) for name, p in held.items()}
         replicated = sum(p.nbytes for name, p in held.items() if part_of(model, name) is None)
-        rows = (*weight_rows(tensors), *caches(replace(asking, ranks=ranks)), *step_rows(model, asking, size, chunk))
+        weights, kept = weight_rows(tensors, asking.embedding_memory), caches(replace(asking, ranks=ranks))
+        rows = (*weights, *kept, *step_rows(model, asking, size, chunk))
         found.append(RankPlan(rank, rows, tensors, replicated))
     return found
 
