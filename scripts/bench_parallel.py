@@ -3,8 +3,8 @@
     python scripts/bench_parallel.py [--ranks 2] [--dummy-weights flash] [--only exchange,part,whole,long]
         [--layers 16] [--expert-parallel] [--journal FILE] [--out DIR]
 
-exchange: sums over ranks alone, beside NCCL. part: decode steps of the first --layers layers, batch 1 and 8 at 8K;
-with --ranks 1 on one GPU, for scaling. whole: all layers, head and MTP block: steps at batch 1, 8 and 32, rounds of
+exchange: sums over ranks alone, beside NCCL. part: decode steps of the first --layers layers, batch 1 and 8 at 8K, and
+a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all layers, head and MTP block: steps at batch 1, 8 and 32, rounds of
 drafts as they were accepted in recorded text, a prompt of 128K. long: the same model at 1M tokens, a step and a prompt.
 Each part is a launch of its own. FILE keeps every row: called again, the script measures what is missing, and the
 report has the rows of all calls. Writes bench_parallel_<device>.json and .md. Exit code 1 when a sum was wrong or a
@@ -141,14 +141,14 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
         lambda: iter([parallel.prompt(model, tokens, chunk, runs)]),
     )
     if part == "part":
-        return [step(1, 8 * K), step(8, 8 * K), profile]
+        return [step(1, 8 * K), step(8, 8 * K), prompt(8 * K, 4 * K, 2), profile]
     if part == "long":
         return [step(1, K * K), prompt(K * K, K, 1)]
     return [
         step(1, 8 * K),
         step(8, 8 * K),
         ("drafts", lambda: parallel.drafts(model, 8 * K, print)),
-        prompt(128 * K, 2 * K, 2),
+        prompt(128 * K, 4 * K, 2),
         step(32, 8 * K),
         profile,
     ]
