@@ -1,11 +1,12 @@
 """Times of a model that several GPUs of one host hold together, with random weights.
 
     python scripts/bench_parallel.py [--ranks 2] [--dummy-weights flash] [--only exchange,part,whole,long]
-        [--layers 16] [--expert-parallel] [--journal FILE] [--out DIR]
+        [--layers 16] [--expert-parallel] [--embedding-memory device|host] [--journal FILE] [--out DIR]
 
 exchange: sums over ranks alone, beside NCCL. part: decode steps of the first --layers layers, batch 1 and 8 at 8K, and
 a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all layers, head and MTP block: steps at batch 1, 8 and 32, rounds of
 drafts as they were accepted in recorded text, a prompt of 128K. long: the same model at 1M tokens, a step and a prompt.
+By default the token embedding is in host memory in the part long, and on the device in the others.
 Each part is a launch of its own. FILE keeps every row: called again, the script measures what is missing, and the
 report has the rows of all calls. Writes bench_parallel_<device>.json and .md. Exit code 1 when a sum was wrong or a
 step was not clean.
@@ -42,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(PARTS), metavar=",".join(PARTS))
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--expert-parallel", action="store_true")
+    parser.add_argument("--embedding-memory", choices=("device", "host"))
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # one rank of a part
     parser.add_argument("--out", type=report.out_folder, metavar="DIR")
@@ -67,7 +69,13 @@ def run(args: argparse.Namespace, part: str, journal: Path) -> int:
     """The exit code of one part, in processes of its own."""
     given = ["--ranks", str(args.ranks), "--dummy-weights", args.dummy_weights, "--layers", str(args.layers)]
     given += ["--only", part, "--journal", str(journal), "--child", *["--expert-parallel"] * args.expert_parallel]
+    given += ["--embedding-memory", embedding_memory(args, part)]
     return launch(args.ranks, given, (SCRIPT,))
+
+
+def embedding_memory(args: argparse.Namespace, part: str) -> str:
+    """Where a part's token embedding is: the caches of a long context need its room on the device."""
+    return args.embedding_memory or ("host" if part == "long" else "device")
 
 
 def written(args: argparse.Namespace, journal: Path, failed: list[str]) -> int:
@@ -101,13 +109,15 @@ def of_rank(args: argparse.Namespace) -> int:
     if speaks():
         append(args.journal, "machine", vars(machine))
     for name, measured in rows_of(part, args, machine):
-        name = f"{part}, {ranks.size} ranks{', by expert' * ranks.by_expert}: {name}"
+        where = ", embedding in host memory" * (part != "exchange" and args.embedding_memory == "host")
+        name = f"{part}, {ranks.size} ranks{', by expert' * ranks.by_expert}{where}: {name}"
         if name in had:
             continue
         for row in measured():
             print(f"{name}: {shown(row)}", flush=True)
             if speaks():
-                append(args.journal, "row", name, row | {"part": part, "by_expert": ranks.by_expert})
+                held = {"by_expert": ranks.by_expert, "embedding_memory": args.embedding_memory}
+                append(args.journal, "row", name, row | {"part": part} | held)
     ranks.check()
     leave(0)
     return 0
@@ -128,9 +138,10 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
     layers = args.layers if part == "part" else None
     model = load_dummy(
         args.dummy_weights, layers, backend="triton", device=f"cuda:{torch.cuda.current_device()}", cache="fp8",
-        index_cache="fp4", mtp=layers is None,
+        index_cache="fp4", mtp=layers is None, embedding_memory=args.embedding_memory,
     )  # fmt: skip
-    print(f"{part}: {model.nbytes / 2**30:.2f} GiB of weights on this rank", flush=True)
+    held, pinned = model.nbytes / 2**30, model.embed.host_bytes / 2**30
+    print(f"{part}: {held:.2f} GiB of weights on this rank, {pinned:.2f} of them in host memory", flush=True)
     step = lambda batch, context: (
         f"step of batch {batch} at {context}",
         lambda: iter([parallel.step(model, batch, context, machine)]),

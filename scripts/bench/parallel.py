@@ -79,7 +79,7 @@ def _graphed(run: Callable[[], object]) -> float:
 def step(model, batch: int, context: int, machine: Machine) -> dict:
     """A decode step and the choice of the greedy token. Its floor: the bytes that this rank reads over bandwidth."""
     torch.manual_seed(0)  # every rank feeds the same tokens
-    begun = {"kind": "step", "ranks": model.ranks.size, "weight_bytes": model.nbytes}
+    begun = {"kind": "step", "ranks": model.ranks.size, "weight_bytes": model.nbytes - model.embed.host_bytes}
     try:
         point = decode.measure_point(model, batch, context, machine, chosen=True)
     except (CapacityError, torch.OutOfMemoryError) as failure:

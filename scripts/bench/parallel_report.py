@@ -23,7 +23,8 @@ def picked(rows: Sequence[dict], **wanted) -> list[dict]:
 
 def scaling(rows: Sequence[dict], batch: int) -> float | None:
     """Time of one rank over that of two."""
-    one, two = (picked(rows, kind="step", part="part", ranks=n, batch=batch, by_expert=False) for n in (1, 2))
+    near = [row for row in rows if row.get("embedding_memory") != "host"]
+    one, two = (picked(near, kind="step", part="part", ranks=n, batch=batch, by_expert=False) for n in (1, 2))
     return one[-1]["step_ms"] / two[-1]["step_ms"] if one and two else None
 
 
@@ -115,18 +116,21 @@ def markdown(found: dict) -> str:
     )
     for r in (row for row in rows if row.get("by_kernel")):
         lines += _table(
-            f"The {r['kernels']} kernels of a step: {_ranks(r)} ranks, {r['layers']} layers, batch {r['batch']} at "
+            f"The {r['kernels']} kernels of a step: {_ranks(r, ' ranks')}, {r['layers']} layers, batch {r['batch']} at "
             f"{r['context']}",
             "kernel | count | µs that they add",
             [f"{name} | {count} | {us(added)}" for name, count, added in r["by_kernel"]],
         )
-    notes = [f"- {r['ranks']} ranks, batch {r['batch']} at {r['context']}: {r['why']}" for r in rows if r.get("why")]
+    notes = [f"- {_ranks(r, ' ranks')}, batch {r['batch']} at {r['context']}: {r['why']}" for r in rows if r.get("why")]
     notes += [f"- failed: {line}" for line in found["failed"]]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
 
 
-def _ranks(row: dict) -> str:
-    return f"{row['ranks']}{', by expert' if row.get('by_expert') else ''}"
+def _ranks(row: dict, noun: str = "") -> str:
+    """How many ranks, and how they hold the model: '2 ranks, by expert'."""
+    expert = ", by expert" if row.get("by_expert") else ""
+    host = ", embedding in host memory" if row.get("embedding_memory") == "host" else ""
+    return f"{row['ranks']}{noun}{expert}{host}"
 
 
 def _table(title: str, head: str, body: Sequence[str]) -> list[str]:

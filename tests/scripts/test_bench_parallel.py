@@ -9,6 +9,7 @@ import torch
 
 from scripts.bench.parallel_report import document, markdown, red
 from scripts.bench.timing import Machine
+from scripts.bench_parallel import PARTS, arguments, embedding_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"device": "NVIDIA H100 80GB HBM3", "torch": "2", "triton": "3", "commit": "abc", "command": "python x"}
@@ -59,6 +60,23 @@ def test_the_page_has_every_row():
     assert "| 2 | 1 × 4096 | 3.10 | 13.8 | equal |" in text and "| gemv | 3 | 7.50 |" in text
     assert "- 2 ranks, batch 32 at 8192: no room: none" in text
     assert "- failed: long ended with an error" in text and "| 2 | 43 | 8192 | 2 | code | 260 |" in text
+
+
+def test_the_embedding_is_in_host_memory_where_the_caches_are_long(monkeypatch):
+    for given, where in (((), "host"), (("--embedding-memory", "device"), "device")):
+        monkeypatch.setattr(sys, "argv", ["bench_parallel.py", *given])
+        found = {part: embedding_memory(arguments(), part) for part in PARTS}
+        assert found == {"exchange": "device", "part": "device", "whole": "device", "long": where}
+    rows = [*ROWS, step(2, 1, 1 << 20, 4.8, "long", embedding_memory="host")]
+    rows += [step(2, 1, 8192, 1.0, embedding_memory="host")]
+    rows += [dict(kind="step", part="long", ranks=2, batch=8, context=4, embedding_memory="host", why="no room")]
+    found = document(rows, MACHINE, ABOUT, "flash", [])
+    measured = {row["what"]: row["measured"] for row in found["goals"]}
+    assert measured["ms a token, batch 1 at 1M"] == 4.8
+    assert measured["two ranks against one at 16 layers, batch 1: times as fast"] == 1.6  # both on the device
+    text = markdown(found)
+    assert "| 2, embedding in host memory | 16 | 1 | 1048576 | 4.800 |" in text
+    assert "- 2 ranks, embedding in host memory, batch 8 at 4: no room" in text and "of a step: 2 ranks, 16" in text
 
 
 @pytest.mark.parametrize(
