@@ -6,20 +6,18 @@ token needs no sort. More tokens, and weights that cannot be streamed, go step b
 """
 
 import torch
-import triton
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts import reference
-from dsv4.kernels.experts.triton_decode import combine_experts
+from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.experts.triton_prefill import tile_experts, tile_shared
 from dsv4.kernels.experts.triton_stream import Routed, Shared, stream_experts
-from dsv4.kernels.launch import dependent_launch, next_power, require_device
+from dsv4.kernels.launch import require_device
 from dsv4.kernels.linear.triton_streams import TOKENS
 from dsv4.kernels.linear.triton_weights import Held, check, hold
 from dsv4.kernels.quantize.weights import PackedWeight
 
 MEAN = 8  # pairs an expert, on average, up to which weights are streamed
-SUM_TILE = 1024
 
 
 def experts(
@@ -77,9 +75,8 @@ def _mixture(
     require_device(name, x)
     pairs = _routed(name, x, routed, simulate)
     beside = _shared(name, x, shared, simulate_shared)
-    out = torch.empty(N, d, dtype=dtype, device=x.device)
     if not N:
-        return out
+        return torch.empty(0, d, dtype=dtype, device=x.device)
     few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= TOKENS
@@ -93,11 +90,7 @@ def _mixture(
         ys = tile_shared(name, x, shared, limit, simulate_shared)
     if pairs is None:
         return ys
-    block, early = min(SUM_TILE, next_power(d)), dependent_launch(x.device)
-    combine_experts[(N, triton.cdiv(d, block))](
-        y, pairs.indices, ys, out, d, pairs.indices.shape[1], block, early, num_warps=4, launch_pdl=early
-    )
-    return out
+    return ExpertRows(y, pairs.indices, ys).combine(dtype)
 
 
 def _routed(name: str, x: torch.Tensor, routed: tuple | None, simulate: bool) -> Routed | None:

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
-from dsv4.kernels.linear.triton_words import begin, launch_dependents, wait_for_dependencies
-from dsv4.kernels.quantize.triton_codes import narrow, rounded, widen
+from dsv4.kernels.linear.triton_words import launch_dependents, wait_for_dependencies
+from dsv4.kernels.quantize.triton_codes import narrow, rounded
 
 
 @triton.jit
@@ -551,19 +551,3 @@ def down(
                         EARLY,
                     )
         wait_for_dependencies(EARLY)  # also of a program without experts: whoever waits for this kernel waits for all
-
-
-@triton.jit
-def combine_experts(Y, INDICES, YS, OUT, D: tl.constexpr, EACH: tl.constexpr, B: tl.constexpr, EARLY: tl.constexpr):
-    """OUT [N, D] = Σ over a token's EACH rows of Y [P, D], one after the other in fp32, and its row of YS. A row whose
-    expert in INDICES [N, EACH] is −1 was not written, and adds nothing."""
-    begin(EARLY)
-    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
-    total = tl.zeros([B], tl.float32)
-    for slot in tl.static_range(EACH):
-        pair = token * EACH + slot
-        y = widen(tl.load(Y + pair * D + i, mask=i < D, other=0.0))  # whatever its expert: no load waits for another
-        total += tl.where(tl.load(INDICES + pair) >= 0, y, 0.0)
-    if YS is not None:
-        total += widen(tl.load(YS + token * D + i, mask=i < D, other=0.0))
-    tl.store(OUT + token * D + i, narrow(total, OUT.dtype.element_ty), mask=i < D)
