@@ -26,6 +26,11 @@ class ExpertRows(NamedTuple):
         """Of the sum: [N, d]."""
         return self.indices.shape[0], self.rows.shape[1]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self.rows.dtype
+
     def combine(self, dtype: torch.dtype) -> torch.Tensor:
         """The sum [N, d], taken in fp32 and cast once to dtype."""
         (N, d), device = self.shape, self.rows.device

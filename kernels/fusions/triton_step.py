@@ -8,6 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.fusions.compositions import Kept
+from dsv4.kernels.hyper_connections.triton import checked
 from dsv4.kernels.hyper_connections.triton_merge import merge
 from dsv4.kernels.hyper_connections.triton_statistics import statistics
 from dsv4.kernels.launch import dependent_launch, next_power, require_device
@@ -219,9 +220,11 @@ def _chosen_rows(ENTRY, Y, each, run, B: tl.constexpr, PDL: tl.constexpr):
 
 
 def mhc_post_head_norm(out, streams, post, comb, fn, scale, base, eps: float, norm_eps: float, weight, rms_eps: float):
-    """Computes what the definition does, in the two launches of every hyper-connection."""
-    require_device("mhc_post_head_norm", out, streams, post, comb, fn, scale, base, weight)
-    out, streams, post, comb, fn, weight = (t.contiguous() for t in (out, streams, post, comb, fn, weight))
+    """Computes what the definition does, in the two launches of every hyper-connection. out may be `Unsummed` over
+    ranks."""
+    streams, (out, post, comb, fn, scale, base, weight) = checked(
+        "mhc_post_head_norm", streams, (out, post, comb, fn, scale, base, weight)
+    )
     if not len(streams):
         return streams, streams.new_empty(0, streams.shape[2])
     streams, parts = statistics(streams, fn, (out, post, comb))

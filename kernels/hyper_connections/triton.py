@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.hyper_connections import reference
 from dsv4.kernels.hyper_connections.triton_merge import merge
@@ -26,7 +27,7 @@ def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
 
 
 def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    streams, (out, post, comb) = _checked("mhc_post", streams, (out, post, comb))
+    streams, (out, post, comb) = checked("mhc_post", streams, (out, post, comb))
     new = torch.empty_like(streams)
     N, n, d = streams.shape
     if new.numel():
@@ -38,7 +39,7 @@ def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb:
 
 
 def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Tensor:
-    streams, (fn, scale, base) = _checked("mhc_head", streams, (fn, scale, base))
+    streams, (fn, scale, base) = checked("mhc_head", streams, (fn, scale, base))
     if not streams.shape[0]:
         return streams.new_empty(0, streams.shape[2])
     _, parts = statistics(streams, fn, None)
@@ -54,7 +55,7 @@ def mhc_post_pre_norm(
     out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
 ):
     """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
-    comb)."""
+    comb). out may be `Unsummed` over ranks."""
     return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
@@ -67,7 +68,7 @@ mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
 
 def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps):
     """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`."""
-    streams, (fn, scale, base, weight, *merged) = _checked(name, streams, (fn, scale, base, weight, *(merged or ())))
+    streams, (fn, scale, base, weight, *merged) = checked(name, streams, (fn, scale, base, weight, *(merged or ())))
     N, n, d = streams.shape
     if not N:
         empty = lambda *shape, dtype=torch.float32: torch.empty(0, *shape, dtype=dtype, device=streams.device)
@@ -76,16 +77,16 @@ def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, r
     return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps)
 
 
-def _checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:
-    """Contiguous streams and other tensors (or None), on the device. Raises UnsupportedInput."""
-    require_device(name, streams, *others)
+def checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:
+    """Contiguous streams and other tensors (or what else is given), on the device. Raises UnsupportedInput."""
+    require_device(name, streams, *(t for t in others if not isinstance(t, Unsummed)))
     if streams.shape[1] > MOST_STREAMS:
         raise UnsupportedInput(f"{name}: {streams.shape[1]} streams; the triton backend takes at most {MOST_STREAMS}")
     if streams.shape[2] > WIDEST:
         raise UnsupportedInput(
             f"{name}: streams of {streams.shape[2]} columns; the triton backend takes at most {WIDEST}"
         )
-    return streams.contiguous(), [None if t is None else t.contiguous() for t in others]
+    return streams.contiguous(), [t.contiguous() if isinstance(t, torch.Tensor) else t for t in others]
 
 
 @triton.jit
