@@ -14,6 +14,7 @@ import torch
 
 from dsv4.cache.layer import CompressorCache, LayerCache
 from dsv4.errors import MissingSelection
+from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.fusions.compositions import KV_BLOCK, pool_windows
 from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
@@ -63,14 +64,20 @@ class WindowAttention(Module):
 
     def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
+        return self.ranks.sum(self.part(x, step, cache), x.dtype)
+
+    def deferred(self, x: torch.Tensor, step: Step, cache: LayerCache) -> Unsummed:
+        """`forward`, summed over ranks by the kernel that reads it."""
+        return self.ranks.deferred(self.part(x, step, cache), x.dtype)
+
+    def part(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+        """What this rank's heads add to the sum over ranks: [N, d], of several ranks fp32."""
         given = step.parts.mapped(self.op, x, self.maps, step)
         qr, q = self.queries(given, step)
         window = step.parts.window(self, given, step, cache.window)
         o = self._attend(given, qr, q, window, cache.window.last(step, self.W), step, cache)
         o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups)
-        if self.ranks.size == 1:
-            return self.wo_b(o)
-        return self.ranks.sum(self.wo_b(o, exact=True), o.dtype)
+        return self.wo_b(o) if self.ranks.size == 1 else self.wo_b(o, exact=True)
 
     def maps(self, step: Step) -> list[Map]:
         """The linear maps of the layer's input."""

@@ -4,7 +4,8 @@ sublayer reads and writes the residual streams."""
 import torch
 
 from dsv4.cache.layer import LayerCache
-from dsv4.model.attention import ATTENTION
+from dsv4.kernels.collectives.unsummed import Unsummed, sum_now
+from dsv4.model.attention import ATTENTION, WindowAttention
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import RMSNorm, parameter
 from dsv4.model.module import Module, fuses
@@ -69,15 +70,16 @@ class Block(Module):
 
     def forward(self, streams: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """streams [N, n, d] → [N, n, d]; writes the step to the layer's cache."""
-        return self.op.mhc_post(*self.sublayers((streams,), step, cache))
+        return merged(self.op, self.sublayers((streams,), step, cache))
 
     def sublayers(self, pending: tuple, step: Step, cache: LayerCache) -> tuple:
         """The block up to its last write to the streams. pending: (streams,), or (out, streams, post, comb) of the
-        sublayer before, whose output is still to be merged. Returns such a tuple of its own last sublayer."""
+        sublayer before, whose output is still to be merged, and of ranks maybe to be summed. Returns such a tuple of
+        its own last sublayer."""
         streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm)
-        pending = self.attn(x, step, cache), streams, post, comb
+        pending = result(self.attn, x, step, cache), streams, post, comb
         streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm)
-        return self.ffn(x, step.ids), streams, post, comb
+        return result(self.ffn, x, step.ids), streams, post, comb
 
     def _read(self, pending: tuple, connection: HyperConnection, norm: RMSNorm) -> tuple:
         """(streams, normalised input [N, d], post, comb) of the sublayer that follows `pending`."""
@@ -90,6 +92,17 @@ class Block(Module):
         return streams, norm(x), post, comb
 
 
+def result(sublayer: WindowAttention | MoE, x: torch.Tensor, *given) -> torch.Tensor | Unsummed:
+    """What a sublayer adds to the streams: [N, d]. Where a kernel can sum it over ranks while it merges it, and no hook
+    is to see the sum, it is left to that kernel."""
+    if sublayer.watched or not sublayer.ranks.defers(x):
+        return sublayer(x, *given)
+    return sublayer.deferred(x, *given)
+
+
 def merged(op, pending: tuple) -> torch.Tensor:
     """The streams [N, n, d] of `pending` in the form of `Block.sublayers`."""
-    return pending[0] if len(pending) == 1 else op.mhc_post(*pending)
+    if len(pending) == 1:
+        return pending[0]
+    out, *others = pending
+    return op.mhc_post(sum_now(out), *others)

@@ -11,6 +11,7 @@ from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.host_tier.entries import StagedLayout
 from dsv4.cache.layout import LatentLayout
 from dsv4.errors import InputError
+from dsv4.kernels.collectives.unsummed import sum_now
 from dsv4.kernels.dispatch import bind
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.operations import OPERATIONS, TIER_OPERATIONS
@@ -180,6 +181,8 @@ class Model(CausalLM):
         pending = self._layers(step, cache)
         if len(pending) == 1:
             return pending[0], self.head.own(self.features(pending[0]))
+        if not fuses(self.op, "mhc_post_head_norm"):
+            pending = sum_now(pending[0]), *pending[1:]
         streams, y = self.op.mhc_post_head_norm(*pending, *self.hc_head.arguments(), self.norm.weight, self.norm.eps)
         return streams, self.head.own(y)
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from dsv4.kernels.collectives.unsummed import Unsummed
+from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.quantize import PackedWeight
 from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
@@ -109,13 +111,21 @@ class MoE(Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
+        return self.ranks.sum(self.part(x, ids), x.dtype)
+
+    def deferred(self, x: torch.Tensor, ids: torch.Tensor) -> Unsummed:
+        """`forward`, summed by the kernel that reads it."""
+        return self.ranks.deferred(self.part(x, ids, combine=False), x.dtype)
+
+    def part(self, x: torch.Tensor, ids: torch.Tensor, combine: bool = True) -> torch.Tensor | ExpertRows:
+        """What this rank adds to the sum over ranks, [N, d]; without `combine` maybe as rows of experts."""
         indices, weights = self.gate(x, ids)
         routed, shared = self.experts, self.shared_experts
         if fuses(self.op, "moe", routed, shared) and routed.w13.weight.shape[1] and shared.w1.weight.shape[0]:
             matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
             indices, weights = routed.local(indices, weights)
             indices, w13, w2 = routed.stacks(indices)
-            part = self.op.moe(
+            return self.op.moe(
                 x,
                 indices,
                 weights,
@@ -126,6 +136,6 @@ class MoE(Module):
                 routed.simulate,
                 shared.w1.simulate,
                 x.dtype if self.ranks.size == 1 else torch.float32,
+                combine,
             )
-            return self.ranks.sum(part, x.dtype)
-        return self.ranks.sum(routed(x, indices, weights) + shared(x), x.dtype)
+        return routed(x, indices, weights) + shared(x)

@@ -15,15 +15,19 @@ from typing import Protocol
 import torch
 
 from dsv4.errors import InputError, RanksDisagree
+from dsv4.kernels.collectives.triton_one_shot import OneShot
+from dsv4.kernels.collectives.unsummed import Unsummed
+from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.loaders.cuts import Cut
 
 
 class Group(Protocol):
     """What ranks exchange by. issued: exchanges that this host has asked for, or replays of steps that exchange; by:
-    what carries them, in words."""
+    what carries them, in words; few: kernels by which GPUs exchange few numbers, None without."""
 
     issued: int
     by: str
+    few: OneShot | None
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x of every rank, in their order; each rank gives the same shape and dtype. Raises RankLost."""
@@ -95,6 +99,16 @@ class Ranks:
         if self.size == 1:
             return x.to(dtype or x.dtype)
         return self._exchanging().sum(x.contiguous(), dtype or x.dtype)
+
+    def defers(self, x: torch.Tensor) -> bool:
+        """Whether a sum over ranks of the shape and dtype of x can be left to the kernel that reads it."""
+        return self.size > 1 and self.group is not None and self.group.few is not None and self.group.few.sums(x)
+
+    def deferred(self, part: torch.Tensor | ExpertRows, dtype: torch.dtype) -> Unsummed:
+        """The sum of every rank's part in dtype, left to the kernel that reads it; where `defers`."""
+        assert self.group is not None and self.group.few is not None, "nothing can sum this later: see `defers`"
+        self.group.issued += 1
+        return Unsummed(part, dtype, self.group.few)
 
     def joined(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """x [N, part] of `slots(n)` of every rank → [N, n]."""

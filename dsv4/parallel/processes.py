@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dsv4.errors import RankLost
+from dsv4.kernels.collectives.triton_one_shot import OneShot
 from dsv4.model.ranks import ALONE, Ranks, here, in_order, settle
 from dsv4.parallel.ranks_asked import asked, own_device
 from dsv4.parallel.store import PATIENCE, Store
@@ -67,6 +68,10 @@ class Processes:
         self.issued = 0  # exchanges that this host has asked for: `Watch` sees by it that a rank goes on
         self.flags: dict[str, torch.Tensor] = {}  # what ranks may differ in → 1 if they ever did, on the device
 
+    @property
+    def few(self) -> OneShot | None:
+        return None if self.kernels is None else self.kernels.few
+
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         self.issued += 1
         raw = x.reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
@@ -89,9 +94,9 @@ class Processes:
     def note(self, x: torch.Tensor, what: str) -> None:
         if what not in self.flags:
             self.flags[what] = torch.zeros(1, dtype=torch.int32, device=x.device)
-        if self.kernels is not None and self.kernels.few.takes(x):
+        if self.few is not None and self.few.takes(x):
             self.issued += 1
-            self.kernels.few.same(x, self.flags[what])
+            self.few.same(x, self.flags[what])
         else:
             differs = torch.stack([part.ne(x).any() for part in self.all_gather(x)]).any()
             self.flags[what].logical_or_(differs)

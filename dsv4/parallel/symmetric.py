@@ -59,7 +59,10 @@ def one_host(rank: int, size: int, device: torch.device, store: Store) -> tuple[
         except (RuntimeError, ImportError, AttributeError, TypeError) as failure:
             why = f"{type(failure).__name__}: {' '.join(str(failure).split())[:120]}"
     said = [reason.decode() for reason in store.exchange("memory that all GPUs can write", why.encode())]
-    if not any(said):
+    if found is not None and not any(said):
+        # all ranks must find alike whether a kernel's programs run together, on unlike GPUs too
+        told = store.exchange("their multiprocessors", str(found.few.processors).encode())
+        found.few.processors = min(map(int, told))
         return found, NAMED
     other = next(r for r, reason in enumerate(said) if reason)
     return None, f"NCCL, because ranks cannot write each other's memory (rank {other}: {said[other]})"

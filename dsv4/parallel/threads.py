@@ -22,7 +22,7 @@ class Threads:
 class Member:
     """What one rank exchanges by. sent: the bytes that this rank gave in each exchange of tensors."""
 
-    by = "memory of this process"
+    by, few = "memory of this process", None
 
     def __init__(self, group: Threads, rank: int):
         self.group, self.rank, self.issued, self.sent = group, rank, 0, list[int]()

@@ -21,6 +21,6 @@ class Unsummed(NamedTuple):
         return self.exchange.sum(self.part, self.dtype)
 
 
-def whole(x: torch.Tensor | Unsummed) -> torch.Tensor:
+def sum_now(x: torch.Tensor | Unsummed) -> torch.Tensor:
     """x, summed over ranks where it is not yet."""
     return x.sum() if isinstance(x, Unsummed) else x

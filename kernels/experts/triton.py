@@ -5,6 +5,8 @@ once for all tokens of an expert (`triton_decode`): sort, gate and up projection
 token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
 """
 
+from typing import Any
+
 import torch
 
 from dsv4.kernels.errors import UnsupportedInput
@@ -49,10 +51,12 @@ def moe(
     simulate: bool,
     simulate_shared: bool,
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+    combine: bool = True,
+) -> torch.Tensor | ExpertRows:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
-    of x)."""
-    return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, dtype or x.dtype)
+    of x). Without `combine` the rest of the sum may be left to who reads the result: it is fp32, or `ExpertRows`."""
+    wanted = (dtype or x.dtype) if combine else None
+    return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, wanted)
 
 
 experts.__doc__, shared_expert.__doc__ = reference.experts.__doc__, reference.shared_expert.__doc__
@@ -66,17 +70,17 @@ def _mixture(
     limit: float,
     simulate: bool,
     simulate_shared: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    dtype: torch.dtype | None,
+) -> Any:
     """Σ over the routed experts (indices, routing, w13, w2) and the shared one (w1, w3, w2), of those that are not
-    None."""
+    None; with dtype None the `ExpertRows` of it."""
     N, d = x.shape
     x = check(name, x, d)
     require_device(name, x)
     pairs = _routed(name, x, routed, simulate)
     beside = _shared(name, x, shared, simulate_shared)
     if not N:
-        return torch.empty(0, d, dtype=dtype, device=x.device)
+        return torch.empty(0, d, dtype=dtype or torch.float32, device=x.device)
     few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= TOKENS
@@ -90,7 +94,8 @@ def _mixture(
         ys = tile_shared(name, x, shared, limit, simulate_shared)
     if pairs is None:
         return ys
-    return ExpertRows(y, pairs.indices, ys).combine(dtype)
+    rows = ExpertRows(y, pairs.indices, ys)
+    return rows if dtype is None else rows.combine(dtype)
 
 
 def _routed(name: str, x: torch.Tensor, routed: tuple | None, simulate: bool) -> Routed | None:

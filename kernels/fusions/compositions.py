@@ -150,11 +150,13 @@ def moe(
     simulate: bool,
     simulate_shared: bool,
     dtype: torch.dtype | None = None,
+    combine: bool = True,
 ) -> torch.Tensor:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
-    of x)."""
+    of x). Without `combine` it is fp32, and an implementation may leave the sum to who reads the result."""
     routed = op.experts(x, indices, routing, w13, w2, limit, simulate)
-    return (routed + op.shared_expert(x, *shared, limit, simulate_shared)).to(dtype or x.dtype)
+    total = routed + op.shared_expert(x, *shared, limit, simulate_shared)
+    return total.to(dtype or x.dtype) if combine else total
 
 
 # A decode step

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.collectives.triton_one_shot import BLOCK, memories, operands, send, summed
-from dsv4.kernels.collectives.unsummed import Unsummed, whole
+from dsv4.kernels.collectives.unsummed import Unsummed, sum_now
 from dsv4.kernels.experts.triton_combine import combined
 from dsv4.kernels.launch import capability, dependent_launch, next_power, processors
 from dsv4.kernels.quantize.triton_codes import INTERPRETED, narrow, rounded, widen
@@ -59,7 +59,7 @@ def statistics(
         tail = *tail, T, columns, *ranks, BLOCK
         _statistics_few[grid](*given, streams, post, comb, fn, new, data, *tail, num_warps=warps, launch_pdl=pdl)
         return new, Parts(data, M)
-    out = whole(out)
+    out = sum_now(out)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
     grid = triton.cdiv(chunks, each), tiles
@@ -114,7 +114,7 @@ def _given(
     if isinstance(out, Unsummed) and out.dtype is dtype and out.exchange.joins(programs, warps, words):
         (part, _, each), exchange = operands(out.part), out.exchange
         return (*part, exchange.buffers, exchange.epochs, exchange.rank), (exchange.size, each)
-    return (whole(out), None, None, None, None, 0), (1, 0)
+    return (sum_now(out), None, None, None, None, 0), (1, 0)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4.kernels.collectives.triton_one_shot import BLOCK, OneShot
-from dsv4.kernels.collectives.unsummed import Unsummed, whole
+from dsv4.kernels.collectives.unsummed import Unsummed, sum_now
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.fusions.triton_step import mhc_post_head_norm
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
@@ -43,7 +43,11 @@ def part_of(rank: int, call: int, form: str) -> torch.Tensor | ExpertRows:
     if form == "experts by expert":
         indices = indices.masked_fill((indices + rank) % 2 == 0, -1)
         rows[indices.flatten() < 0] = float("nan")  # never written
-    shared = None if form == "routed experts alone" else drawn(seed + 1, N, d).to(dtype)
+    shared = (
+        None
+        if form == "routed experts alone"
+        else drawn(seed + 1, N, d).to(torch.float32 if form == "experts by width" else dtype)
+    )
     return ExpertRows(rows, indices, shared)
 
 
@@ -86,7 +90,7 @@ def rank_of(rank: int, size: int, buffers, processors: int, errors) -> None:
                 mine = part_of(rank, call, form)
                 wanted = in_order([alone(part_of(r, call, form)) for r in range(size)]).to(dtype)
                 later = Unsummed(mine, dtype, group)
-                assert torch.equal(whole(later), wanted), f"sum of {told}"
+                assert torch.equal(sum_now(later), wanted), f"sum of {told}"
                 run_one, given = (mhc_post_head_norm, head) if call % 3 == 1 else (mhc_post_pre_norm, pre)
                 exchanges.clear()
                 found = run_one(later, streams, *mixing, *given)
