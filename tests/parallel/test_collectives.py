@@ -108,7 +108,7 @@ def run_ranks(target, size: int, nbytes: int, *given) -> None:
     ranks = [context.Process(target=target, args=(r, size, buffers, *given, errors)) for r in range(size)]
     for rank in ranks:
         rank.start()
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while any(rank.is_alive() for rank in ranks) and errors.empty() and time.monotonic() < until:
         time.sleep(0.02)
     late = [r for r, rank in enumerate(ranks) if rank.is_alive()]
