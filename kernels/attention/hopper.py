@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)  # columns of one scale of a packed row
@@ -58,8 +58,7 @@ def attend(
 ):
     """Computes what `triton_tiles.attend` does, for rows of 512, with both pools in bf16 or both PACKED (KV_FP8 with 64
     columns in bf16)."""
-    gdc_wait()
-    gdc_launch_dependents()
+    gdc_wait()  # no later kernel starts before this one has ended: see `triton_tiles.attend`
     D: gl.constexpr = 512
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])  # logits
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # output

@@ -72,8 +72,10 @@ def attend(
     `load_fp8_rows`.
     """
     if DEPENDENT:
+        # No later kernel starts before this one has ended. A multiprocessor divides its L1 and shared memory anew only
+        # when it is idle, and if every launch overlapped with the next it never would be: after attention over long
+        # contexts the experts of the same layer took 46 instead of 32 µs (H100; 0.35 ms of a step at 1M).
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     n, split = tl.program_id(0) // tl.cdiv(H, BH), tl.program_id(1)
     h, d = tl.program_id(0) % tl.cdiv(H, BH) * BH + tl.arange(0, BH), tl.arange(0, DP)
     b, t, n, col = (n // T).to(tl.int64), n % T, n.to(tl.int64), tl.arange(0, BN)
