@@ -43,11 +43,7 @@ def part_of(rank: int, call: int, form: str) -> torch.Tensor | ExpertRows:
     if form == "experts by expert":
         indices = indices.masked_fill((indices + rank) % 2 == 0, -1)
         rows[indices.flatten() < 0] = float("nan")  # never written
-    shared = (
-        None
-        if form == "routed experts alone"
-        else drawn(seed + 1, N, d).to(torch.float32 if form == "experts by width" else dtype)
-    )
+    shared = None if form == "routed experts alone" else drawn(seed + 1, N, d)
     return ExpertRows(rows, indices, shared)
 
 
