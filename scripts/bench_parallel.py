@@ -4,8 +4,9 @@
         [--layers 16] [--expert-parallel] [--embedding-memory device|host] [--journal FILE] [--out DIR]
 
 exchange: sums over ranks alone, beside NCCL. part: decode steps of the first --layers layers, batch 1 and 8 at 8K, and
-a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all layers, head and MTP block: steps at batch 1, 8 and 32, rounds of
-drafts as they were accepted in recorded text, a prompt of 128K. long: the same model at 1M tokens, a step and a prompt.
+a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all layers, head and MTP block: steps at batch 1, 8 and
+32, rounds of drafts as they were accepted in recorded text, a prompt of 128K. long: the same model at 1M tokens, a step
+and a prompt.
 By default the token embedding is in host memory in the part long, and on the device in the others.
 Each part is a launch of its own. FILE keeps every row: called again, the script measures what is missing, and the
 report has the rows of all calls. Writes bench_parallel_<device>.json and .md. Exit code 1 when a sum was wrong or a
