@@ -82,7 +82,7 @@ def markdown(found: dict) -> str:
         [
             f"{_ranks(r)} | {r['layers']} | {r['batch']} | {r['context']} | {r['step_ms']:.3f} | {r['floor_ms']:.3f} | "
             f"{r['share_of_floor']:.0%} | {r['weight_bytes'] / 1e9:.2f} | {r['cache_bytes'] / 1e9:.2f} | "
-            f"{r['peak_bytes'] / 1e9:.2f} | {r['outside_bytes'] / 1e9:.2f}"
+            f"{r['peak_bytes'] / 1e9:.2f} | {_gb(r.get('outside_bytes'))}"
             for r in picked(rows, kind="step")
             if "step_ms" in r
         ],
@@ -119,11 +119,15 @@ def markdown(found: dict) -> str:
             f"The {r['kernels']} kernels of a step: {_ranks(r, ' ranks')}, {r['layers']} layers, batch {r['batch']} at "
             f"{r['context']}",
             "kernel | count | µs that they add",
-            [f"{name} | {count} | {us(added)}" for name, count, added in r["by_kernel"]],
+            [f"{name or 'fill or copy'} | {count} | {us(added)}" for name, count, added in r["by_kernel"]],
         )
     notes = [f"- {_ranks(r, ' ranks')}, batch {r['batch']} at {r['context']}: {r['why']}" for r in rows if r.get("why")]
     notes += [f"- failed: {line}" for line in found["failed"]]
     return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+
+
+def _gb(nbytes: float | None) -> str:
+    return "–" if nbytes is None else f"{nbytes / 1e9:.2f}"
 
 
 def _ranks(row: dict, noun: str = "") -> str:
