@@ -16,7 +16,8 @@ from tests.parallel.test_collectives import in_order, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs: tests/gpu/test_ranks.py")
 PROCESSORS, STREAMS, EACH = 132, 4, 3
-# (tokens, columns, dtype): blocks that are full and not, and begin within a token, one program of tokens and several, and too many tokens
+# (tokens, columns, dtype): blocks that are full and not, and begin within a token; one program of tokens and several;
+# too many tokens
 CALLS = [
     (1, 64, torch.bfloat16),
     (7, 80, torch.bfloat16),
