@@ -3,11 +3,11 @@
     python scripts/bench_parallel.py [--ranks 2] [--dummy-weights flash] [--only exchange,part,whole,long]
         [--layers 16] [--expert-parallel] [--embedding-memory device|host] [--journal FILE] [--out DIR]
 
-exchange: sums over ranks alone, beside NCCL. part: decode steps of the first --layers layers, batch 1 and 8 at 8K, and
-a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all layers, head and MTP block: steps at batch 1, 8 and
-32, rounds of drafts as they were accepted in recorded text, a prompt of 128K. long: the same model at 1M tokens, a step
-and a prompt.
-By default the token embedding is in host memory in the part long, and on the device in the others.
+exchange: sums over ranks alone, beside NCCL, and while they are merged into the streams. part: decode steps of the
+first --layers layers, batch 1 and 8 at 8K, and a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all
+layers, head and MTP block: steps at batch 1, 8 and 32, rounds of drafts as they were accepted in recorded text, a
+prompt of 128K. long: the same model at 1M tokens, a step and a prompt. By default the token embedding is in host memory
+in the part long, and on the device in the others.
 Each part is a launch of its own. FILE keeps every row: called again, the script measures what is missing, and the
 report has the rows of all calls. Writes bench_parallel_<device>.json and .md. Exit code 1 when a sum was wrong or a
 step was not clean.
@@ -135,7 +135,10 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
     from dsv4.model.ranks import here
 
     if part == "exchange":
-        return [("sums", lambda: parallel.exchanges(here(), print))]
+        return [
+            ("sums", lambda: parallel.exchanges(here(), print)),
+            ("boundaries", lambda: parallel.boundaries(here(), print)),
+        ]
     layers = args.layers if part == "part" else None
     model = load_dummy(
         args.dummy_weights, layers, backend="triton", device=f"cuda:{torch.cuda.current_device()}", cache="fp8",

@@ -10,6 +10,10 @@ counts its calls, and the two halves take turns. Nobody writes into a half that 
 second time after a call has seen the words of the call between, which the others wrote after their kernels of that call
 had ended. So nothing is reset, graphs are replayed, and a call of any size may follow one of any other.
 
+Other kernels exchange what they are about to use by the same functions and in the same buffers: `memories`, `send` and
+`summed`, between reading and writing the epoch of a program's place. Every rank runs the same kernel, and all of its
+programs at the same time (`OneShot.joins`).
+
 A program waits for as long as another rank needs. That a rank is gone is for its host to notice.
 """
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from dsv4.errors import CapacityError
+from dsv4.kernels.experts.triton_combine import ExpertRows
+from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
 from dsv4.model.cut_logits import finite
 from dsv4.model.ranks import Ranks, in_order
 from dsv4.runtime.capture import capturing
@@ -21,7 +23,8 @@ from scripts.bench.timing import Machine
 
 CALLS, RUNS = 86, 20  # exchanges of a graph, as many as a token of Flash needs; graphs that are timed
 SUMS = ((1, 4096), (4, 4096), (8, 4096), (32, 4096), (64, 4096), (1, 7168), (512, 4096), (2048, 4096))
-EXCHANGE = "_exchange"  # the kernel
+EXCHANGES = "_exchange", "_statistics_few"  # kernels that wait for other ranks
+TOKENS_MERGED, WIDTH, STREAMS, EACH = (1, 4, 8), 4096, 4, 6  # a boundary between sublayers: tokens, and Flash's sizes
 DRAFTED, TOKENS = (1, 2, 3), 256  # drafts a round; tokens that a row writes
 
 
@@ -49,6 +52,42 @@ def exchanges(ranks: Ranks, said: Callable[[str], None]) -> Iterator[dict]:
         }
         said(f"sum of {shape}: {row['ours_us']:.2f} µs, NCCL {row['nccl_us']:.2f} µs; bits {right}")
         yield row
+
+
+def boundaries(ranks: Ranks, said: Callable[[str], None]) -> Iterator[dict]:
+    """What follows a sublayer, merging included, in graphs of CALLS: with the sum over ranks taken by the first mHC
+    kernel, and by itself, after experts' rows were combined."""
+    few = ranks.group and ranks.group.few
+    if not few:
+        return
+    device, d, n = torch.device("cuda", torch.cuda.current_device()), WIDTH, STREAMS
+    g = torch.Generator(device).manual_seed(ranks.rank)
+    draw = lambda *shape: torch.randn(*shape, device=device, generator=g)
+    for N in TOKENS_MERGED:
+        indices = torch.arange(N * EACH, device=device).view(N, EACH)
+        experts = ExpertRows(draw(N * EACH, d).bfloat16(), indices, draw(N, d))
+        weights = draw(2 * n + n * n, n * d), draw(3), draw(2 * n + n * n), 20, 1e-6, 1e-6, draw(d).bfloat16(), 1e-6
+        rest = draw(N, n, d).bfloat16(), draw(N, n), draw(N, n, n), *weights
+        for after, part in (("attention", draw(N, d)), ("experts", experts)):
+
+            def alone(part=part, rest=rest):
+                own = part if isinstance(part, torch.Tensor) else part.combine(torch.float32)
+                return mhc_post_pre_norm(ranks.sum(own, torch.bfloat16), *rest)
+
+            def deferred(part=part, rest=rest):
+                return mhc_post_pre_norm(ranks.deferred(part, torch.bfloat16), *rest)
+
+            row = {
+                "kind": "boundary",
+                "ranks": ranks.size,
+                "after": after,
+                "tokens": N,
+                "bits": all(map(torch.equal, deferred(), alone())),
+                "deferred_us": _graphed(deferred),
+                "alone_us": _graphed(alone),
+            }
+            said(f"after {after}, {N} tokens: {row['deferred_us']:.2f} µs, sum by itself {row['alone_us']:.2f} µs")
+            yield row
 
 
 def _graphed(run: Callable[[], object]) -> float:
@@ -95,12 +134,15 @@ def outside() -> int:
 
 def kernels(model, batch: int, context: int) -> dict:
     """The kernels of a decode step. The profiler takes memory of the device and may slow what comes after it. Ranks
-    are profiled one after the other, so the first exchange waits: each counts as the fastest."""
+    are profiled one after the other, so the first exchange waits: each counts as the median, or the fastest of few."""
     torch.manual_seed(1)
     point = SimpleNamespace(batch=batch, context=context)
     spans = decode.step_kernels(model, batch, context)
-    fastest = min([us for name, _, us in spans if EXCHANGE in name] or [0.0])
-    decode.add_profile(point, [(name, span, fastest if EXCHANGE in name else us) for name, span, us in spans])
+    for kernel in EXCHANGES if model.ranks.size > 1 else ():
+        each = [us for name, _, us in spans if kernel in name] or [0.0]
+        usual = statistics.median_low(each)
+        spans = [(name, span, usual if kernel in name else us) for name, span, us in spans]
+    decode.add_profile(point, spans)
     return {"kind": "kernels", "ranks": model.ranks.size, "layers": len(model.layers)} | vars(point)
 
 

@@ -114,6 +114,15 @@ def markdown(found: dict) -> str:
             for r in picked(rows, kind="exchange")
         ],
     )
+    lines += _table(
+        "What follows a sublayer, with its sum over ranks",
+        "ranks | after | tokens | summed while it is merged, µs | summed by itself, µs | bits",
+        [
+            f"{r['ranks']} | {r['after']} | {r['tokens']} | {us(r['deferred_us'])} | {us(r['alone_us'])} | "
+            f"{'equal' if r['bits'] else 'WRONG'}"
+            for r in picked(rows, kind="boundary")
+        ],
+    )
     for r in (row for row in rows if row.get("by_kernel")):
         lines += _table(
             f"The {r['kernels']} kernels of a step: {_ranks(r, ' ranks')}, {r['layers']} layers, batch {r['batch']} at "

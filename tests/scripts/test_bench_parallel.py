@@ -37,6 +37,8 @@ ROWS = [
      "tokens_per_second": 260.0, "by_expert": False},
     {"kind": "exchange", "part": "exchange", "ranks": 2, "shape": [1, 4096], "bits": True, "ours_us": 3.1,
      "nccl_us": 13.8},
+    {"kind": "boundary", "part": "exchange", "ranks": 2, "after": "experts", "tokens": 1, "bits": True,
+     "deferred_us": 7.25, "alone_us": 11.5},
 ]  # fmt: skip
 
 
@@ -58,6 +60,7 @@ def test_the_page_has_every_row():
     text = markdown(document(ROWS, MACHINE, ABOUT, "flash", ["long"]))
     assert "| 2 | 16 | 1 | 8192 | 2.000 | 1.000 | 50% | 1.00 | 0.10 | 2.00 | 0.50 |" in text
     assert "| 2 | 1 × 4096 | 3.10 | 13.8 | equal |" in text and "| gemv | 3 | 7.50 |" in text
+    assert "| 2 | experts | 1 | 7.25 | 11.5 | equal |" in text
     assert "- 2 ranks, batch 32 at 8192: no room: none" in text
     assert "- failed: long ended with an error" in text and "| 2 | 43 | 8192 | 2 | code | 260 |" in text
 
