@@ -105,10 +105,12 @@ class Processes:
         return next((what for what, flag in self.flags.items() if flag.item()), None)
 
     def left(self) -> None:
-        """Say that this rank ends because it is done: its silence means nothing."""
+        """Say that this rank ends because it is done: its silence means nothing. Rank 0, which keeps what ranks say to
+        each other, ends after the others, or PATIENCE later."""
         try:
             self.store.store.set(f"dsv4/at/{self.rank}", LEFT)
-        except RuntimeError:  # rank 0 was done before
+            self.store.part()
+        except RuntimeError:  # rank 0 waited for this one in vain
             pass
 
     def _by_shares(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,6 +39,13 @@ class Store:
             except RuntimeError as failure:
                 raise self._gone(failure) from None
 
+    def part(self) -> None:
+        """Say that this rank will ask for nothing any more; rank 0 waits for that of the others, at most PATIENCE."""
+        self.store.set(f"dsv4/left/{self.rank}", "left")
+        others, until = [f"dsv4/left/{r}" for r in range(1, self.size)], time.monotonic() + PATIENCE
+        while self.rank == 0 and others and not self.store.check(others) and time.monotonic() < until:
+            time.sleep(POLL)
+
     def missing(self, failure: Exception) -> str:
         """Who did not come to an exchange: those that do not answer now. Those that wait too get here as well."""
         try:

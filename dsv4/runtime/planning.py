@@ -32,7 +32,7 @@ from dsv4.units import count_named, format_bytes
 HERE = ("cpu", "cuda")  # devices of this machine; every other name is a card or a size
 COUNTED = "counted: weights and caches; not counted: activations of a step and captured graphs"
 COUNTED_OF_RANKS = "counted: weights and caches, and an estimate of a step; not counted: captured graphs"
-SET_ASIDE_NOTE = "; of a named card 1 GiB is set aside for the driver and the CUDA context, as measured on an H100"
+SET_ASIDE_NOTE = "; of a named card 1.25 GiB are set aside for the driver, the CUDA context and kernels, as measured"
 
 
 def plan(

@@ -134,8 +134,8 @@ def test_accelerate_makes_the_split_that_is_planned(saved, name, capacities):
 
 def test_names_and_sizes_of_devices():
     assert named_bytes("80GiB") == named_bytes("80G") == 80 << 30
-    assert named_bytes("RTX 4090") == named_bytes("4090") == (24564 - 1024) * MIB
-    assert named_bytes("H100") == 80535 * MIB  # 80552 MiB were free on the one that was measured
+    assert named_bytes("RTX 4090") == named_bytes("4090") == (24564 - 1280) * MIB
+    assert named_bytes("H100") == 80279 * MIB  # torch could have 80290 on the one that was measured
 
 
 @pytest.mark.parametrize(
