@@ -88,7 +88,10 @@ def convert(
 
 
 def plan(
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory, or flash or pro.", show_default=False)],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(help="Checkpoint directory, or flash, pro or a GQA geometry (llama-8b …).", show_default=False),
+    ],
     max_context: Annotated[
         str | None,
         typer.Option(

@@ -19,6 +19,8 @@ from dsv4.model.expert_memory import LONGEST, RESERVE, ExpertMemory, ExpertSizes
 from dsv4.model.family import Asking
 from dsv4.model.gqa.choice import NOT_GQA, Attention
 from dsv4.model.gqa.config import GQAConfig
+from dsv4.model.gqa.dummy import config_of
+from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.load import resolve_device
 from dsv4.model.numerics import Numerics, numerics_named
 from dsv4.model.placement import check_embedding_memory
@@ -75,11 +77,10 @@ def plan(
             "of every layer: leave out one"
         )
     capacities = capacities_of(device, gpus, ranks)
-    inventory = Inventory.open(checkpoint) if Path(checkpoint).is_dir() or preset(checkpoint) is None else None
-    family = families.of(inventory or ModelConfig)  # published configurations are DeepSeek-V4's
+    inventory, config = _asked(checkpoint)
+    family = families.of(config)
     if attention is not None and not family.takes_attention:
         raise InputError(NOT_GQA)
-    config = family.read_config(inventory.config if inventory else preset(checkpoint))
     if expert_memory is not None and max(gpus, ranks) > 1:
         raise InputError(
             f"--expert-memory host and {'--gpus' if gpus > 1 else '--tensor-parallel-size'} {max(gpus, ranks)} were "
@@ -225,6 +226,17 @@ def _verdict(device: str, capacities: list[int], parts: list[list[Unit]], sizes:
         "pinned_bytes": pinned,
         "host_free_bytes": free,
     }
+
+
+def _asked(checkpoint: str) -> tuple[Inventory | None, ModelConfig | GQAConfig]:
+    """A checkpoint and its configuration; of a published one, and of a GQA geometry, the configuration alone."""
+    published = None if Path(checkpoint).is_dir() else preset(checkpoint)
+    if published is not None:
+        return None, ModelConfig.from_official(published)
+    if checkpoint in GEOMETRIES and not Path(checkpoint).is_dir():
+        return None, config_of(checkpoint)
+    inventory = Inventory.open(checkpoint)
+    return inventory, families.of(inventory).read_config(inventory.config)
 
 
 def _units(asking: Asking) -> list[Unit]:

@@ -132,6 +132,19 @@ def test_accelerate_makes_the_split_that_is_planned(saved, name, capacities):
     assert placed == {unit.name: gpu for gpu, part in enumerate(parts) for unit in part}
 
 
+def test_a_geometry_has_a_plan_without_a_checkpoint(command_line):
+    asked = ("plan", "llama-8b", "--max-context", "8K", "--device", "h100", "--json")
+    alone, shared = (json.loads(command_line(*asked, *more)[1]) for more in ((), ("--tensor-parallel-size", "2")))
+    assert alone["weights_bytes"] == 2 * 8_030_261_248  # the parameters that Llama 3.1 8B is published with, in bf16
+    assert alone["cache_bytes"] == 32 * 2 * 8 * 8192 * 128 * 2
+    ranks = shared["ranks"]
+    assert (
+        sum(r["weights_bytes"] - r["replicated_bytes"] for r in ranks) + ranks[0]["replicated_bytes"]
+        == (alone["weights_bytes"])
+    )
+    assert [r["cache_bytes"] for r in ranks] == [alone["cache_bytes"] // 2] * 2
+
+
 def test_names_and_sizes_of_devices():
     assert named_bytes("80GiB") == named_bytes("80G") == 80 << 30
     assert named_bytes("RTX 4090") == named_bytes("4090") == (24564 - 1280) * MIB

@@ -17,7 +17,7 @@ from dsv4.model.chat import templated_ids
 from dsv4.model.family import Family
 from dsv4.model.gqa import cache as caches
 from dsv4.model.gqa.config import GQAConfig
-from dsv4.model.gqa.dummy import fill_grouped
+from dsv4.model.gqa.dummy import fill_grouped, planned, tensors_held
 from dsv4.model.gqa.heads import heads_of
 from dsv4.model.gqa.model import GQAModel
 from dsv4.model.linear import Storage
@@ -113,7 +113,7 @@ class GQA(Family):
 
     def rank_model(self, config, inventory, numerics, ranks):
         if inventory is None:
-            raise InputError("a plan of ranks of a GQA model is made for a checkpoint directory")
+            return planned(config, numerics, "reference", ranks=ranks)
         model = self.plan(inventory, numerics, "reference", None, ranks=ranks)
         model.ledger.check()
         return model
@@ -132,6 +132,8 @@ class GQA(Family):
         return templated_ids(tokenizer, text)
 
     def held_tensors(self, config, inventory, numerics):
+        if inventory is None:
+            return tensors_held(planned(config, numerics, "reference"))
         held = {name: s for name, s in inventory.sources.items() if _reason(name, config) is None}
         return {name: ("F32" if numerics.dense else s.dtype, s.shape) for name, s in held.items()}
 
