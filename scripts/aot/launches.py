@@ -21,15 +21,21 @@ from dsv4.kernels import launch
 from dsv4.kernels.block_choice import block_scores
 from dsv4.kernels.cache_rows import STREAM_FORMATS
 from dsv4.kernels.chunked_prefill import Chunking
+from dsv4.kernels.collectives.triton_one_shot import OneShot
+from dsv4.kernels.collectives.triton_shares import Shares
+from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.commit_rows import triton as commit_rows
 from dsv4.kernels.contracts import productions
 from dsv4.kernels.draft_sizes import triton as draft_sizes
+from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.fusions import COMPOSITIONS
+from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
 from dsv4.kernels.linear.drawn import FP8, MXFP4
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
 from dsv4.kernels.widths import FLASH, LLAMA, QWEN, Widths
 
 PROCESSORS = 132  # of an H100
+RANKS = (2, 8)
 SMALL = Widths(512, 8, 64, moe_intermediate_size=704, num_key_value_heads=2)
 ODD = replace(SMALL, num_attention_heads=6, head_dim=80)
 GQA = (LLAMA, QWEN, SMALL, ODD)
@@ -130,6 +136,28 @@ def calls() -> Iterator[tuple[str, Callable]]:
     for name, widths, sizes in each + [*SPECIAL]:
         arguments = productions()[name].drawn(widths, 0, "meta", **sizes)
         yield f"{name} {shown(widths, sizes)}", partial(functions[name], *arguments)
+    for ranks in RANKS:
+        yield from exchanges(ranks)
+
+
+def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:
+    """Exchanges of so many ranks, by themselves and while a sublayer's result is merged: of numbers and of experts'
+    rows."""
+    meta, d, k = torch.device("meta"), FLASH.hidden_size, FLASH.num_experts_per_tok
+    few, many = OneShot(0, [0] * ranks, meta, PROCESSORS), Shares(0, [0] * ranks, meta)
+    ids = torch.empty(8, dtype=torch.int64, device=meta)
+    yield f"gather, {ranks} ranks", partial(few.gather, ids)
+    yield f"same, {ranks} ranks", partial(few.same, ids, torch.empty(1, dtype=torch.int32, device=meta))
+    yield f"sum of 512 tokens, {ranks} ranks", partial(many.sum, torch.empty(512, d, device=meta), torch.bfloat16)
+    for N in (1, 4, 32):
+        rows = torch.empty(N * k, d, dtype=torch.bfloat16, device=meta)
+        indices, numbers = torch.empty(N, k, dtype=torch.int64, device=meta), torch.empty(N, d, device=meta)
+        parts = {"numbers": numbers, "experts": ExpertRows(rows, indices, numbers)}
+        drawn = productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=N)
+        for what, part in parts.items():
+            yield f"sum of {what}, {N} tokens, {ranks} ranks", partial(few.sum, part, torch.bfloat16)
+            later = Unsummed(part, torch.bfloat16, few)
+            yield f"merged {what}, {N} tokens, {ranks} ranks", partial(mhc_post_pre_norm, later, *drawn[1:])
 
 
 def models(name: str) -> tuple[Widths, ...]:
