@@ -25,6 +25,8 @@ from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.spec import LayerKind, LayerSpec
 from dsv4.model.step import Step
 
+MANY = 64  # tokens of a row from which products, and not reading the keys, take the time of an index
+
 
 class WindowAttention(Module):
     """Sliding window only; the base of the other two.
@@ -276,9 +278,8 @@ class LightningIndexer(Module):
         return self.op.topk_entries(self.scores(x, qr, step, cache), self.topk)
 
     def shares(self, step: Step) -> bool:
-        """Whether each of several ranks selects for a part of the tokens."""
-        scores = step.N * step.max_visible(self.ratio)
-        return self.ranks.size > 1 and step.T >= 2 * self.ranks.size and scores >= self.worth
+        """Whether each of several ranks selects for a part of the tokens. Few tokens read as many keys as one."""
+        return self.ranks.size > 1 and step.T >= MANY and step.N * step.max_visible(self.ratio) >= self.worth
 
     def _shared(self, q, weights, keys, visible) -> torch.Tensor:
         """As `forward`, of what `scored` gives: this rank selects for its part of the tokens."""
