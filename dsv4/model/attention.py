@@ -285,11 +285,7 @@ class LightningIndexer(Module):
         """As `forward`, of what `scored` gives: this rank selects for its part of the tokens."""
         part = self.ranks.slots(q.shape[1])
         mine = slice(part.start, part.stop)
-        given = q[:, mine], weights[:, mine], keys, visible[:, mine]
-        if "select_entries" in self.op.fused:
-            own = self.op.select_entries(*given, self.topk)
-        else:
-            own = self.op.topk_entries(self.op.index_scores(*given), self.topk)
+        own = composed(self.op, "select_entries")(q[:, mine], weights[:, mine], keys, visible[:, mine], self.topk)
         by_token = self.ranks.stacked(own.transpose(0, 1).to(torch.int32), q.shape[1])
         return by_token.transpose(0, 1).long().contiguous()
 

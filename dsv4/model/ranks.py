@@ -112,19 +112,20 @@ class Ranks:
 
     def joined(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """x [N, part] of `slots(n)` of every rank → [N, n]."""
-        if self.size == 1:
-            return x
-        room = -(-n // self.size)
-        padded = torch.nn.functional.pad(x, (0, room - x.shape[1])) if x.shape[1] < room else x
-        return torch.cat(list(self._gathered(padded)), 1)[:, :n]
+        return self._side_by_side(x, n, 1)
 
     def stacked(self, x: torch.Tensor, n: int) -> torch.Tensor:
         """x [part, …] of `slots(n)` of every rank → [n, …]."""
+        return self._side_by_side(x, n, 0)
+
+    def _side_by_side(self, x: torch.Tensor, n: int, dim: int) -> torch.Tensor:
+        """Parts of `slots(n)` of every rank along a dimension → all n."""
         if self.size == 1:
             return x
-        missing = -(-n // self.size) - len(x)
-        padded = torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
-        return torch.cat(list(self._gathered(padded)))[:n]
+        missing = -(-n // self.size) - x.shape[dim]
+        if missing:
+            x = torch.cat((x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
+        return torch.cat(list(self._gathered(x)), dim).narrow(dim, 0, n)
 
     def argmax(self, own: torch.Tensor, n: int) -> torch.Tensor:
         """own fp32 [..., part] of `slots(n)` of every rank → int64 [...]: torch.argmax of all n, so of equal values

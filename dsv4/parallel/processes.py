@@ -109,7 +109,7 @@ class Processes:
         each other, ends after the others, or PATIENCE later."""
         try:
             self.store.store.set(f"dsv4/at/{self.rank}", LEFT)
-            self.store.part()
+            self.store.depart()
         except RuntimeError:  # rank 0 waited for this one in vain
             pass
 

@@ -39,7 +39,7 @@ class Store:
             except RuntimeError as failure:
                 raise self._gone(failure) from None
 
-    def part(self) -> None:
+    def depart(self) -> None:
         """Say that this rank will ask for nothing any more; rank 0 waits for that of the others, at most PATIENCE."""
         self.store.set(f"dsv4/left/{self.rank}", "left")
         others, until = [f"dsv4/left/{r}" for r in range(1, self.size)], time.monotonic() + PATIENCE

@@ -81,8 +81,8 @@ def markdown(found: dict) -> str:
         "outside torch GB",
         [
             f"{_ranks(r)} | {r['layers']} | {r['batch']} | {r['context']} | {r['step_ms']:.3f} | {r['floor_ms']:.3f} | "
-            f"{r['share_of_floor']:.0%} | {r['weight_bytes'] / 1e9:.2f} | {r['cache_bytes'] / 1e9:.2f} | "
-            f"{r['peak_bytes'] / 1e9:.2f} | {_gb(r.get('outside_bytes'))}"
+            f"{r['share_of_floor']:.0%} | {_gb(r['weight_bytes'])} | {_gb(r['cache_bytes'])} | "
+            f"{_gb(r['peak_bytes'])} | {_gb(r.get('outside_bytes'))}"
             for r in picked(rows, kind="step")
             if "step_ms" in r
         ],
@@ -101,7 +101,7 @@ def markdown(found: dict) -> str:
         "ranks | layers | tokens | chunk | s to the first token | the first time | tokens/s | peak GB",
         [
             f"{_ranks(r)} | {r['layers']} | {r['tokens']} | {r['chunk']} | {r['seconds']:.2f} | "
-            f"{r['first_seconds']:.2f} | {r['tokens_per_second']:.0f} | {r['peak_bytes'] / 1e9:.2f}"
+            f"{r['first_seconds']:.2f} | {r['tokens_per_second']:.0f} | {_gb(r['peak_bytes'])}"
             for r in picked(rows, kind="prompt")
         ],
     )

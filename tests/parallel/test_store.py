@@ -17,11 +17,11 @@ def two():
 
 
 def test_rank_0_keeps_the_store_until_the_others_leave(two):
-    waiting = threading.Thread(target=two[0].part, daemon=True)
+    waiting = threading.Thread(target=two[0].depart, daemon=True)
     waiting.start()
     time.sleep(4 * stores.POLL)
     assert waiting.is_alive()
-    two[1].part()  # which waits for nobody
+    two[1].depart()  # which waits for nobody
     waiting.join(2)
     assert not waiting.is_alive()
 
@@ -29,5 +29,5 @@ def test_rank_0_keeps_the_store_until_the_others_leave(two):
 def test_rank_0_does_not_wait_for_ever(two, monkeypatch):
     monkeypatch.setattr(stores, "PATIENCE", 0.2)
     begun = time.monotonic()
-    two[0].part()
+    two[0].depart()
     assert 0.2 <= time.monotonic() - begun < 2
