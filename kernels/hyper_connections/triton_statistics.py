@@ -139,11 +139,14 @@ def coefficients(POST, COMB, t, live, n: tl.constexpr, TILE: tl.constexpr = Fals
 @triton.jit
 def mixed(h, out, w, k: tl.constexpr, n: tl.constexpr, at: tl.constexpr = 0):
     """h'[k] = post[k]·out + Σ_j comb[j, k]·h[j] in fp32: h a tuple of tiles, n from `at` on, out a tile, w from
-    `coefficients`."""
+    `coefficients`.
+
+    Written as fma: of a·b + c·d the compiler rounds either product, one in this row and the other in the next, and
+    which one depends on what is merged. Then a token's bits would depend on its place in the batch."""
     # torch.baddbmm(post.unsqueeze(-1) * out.unsqueeze(1).float(), comb.transpose(1, 2), streams.float())
     y = w[k * (n + 1)] * widen(out)
     for j in tl.static_range(n):
-        y += w[k * (n + 1) + 1 + j] * widen(h[at + j])
+        y = tl.fma(w[k * (n + 1) + 1 + j], widen(h[at + j]), y)
     return y
 
 
