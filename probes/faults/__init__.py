@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from dsv4.kernels.dispatch import BACKENDS, DispatchLedger, Operation, bind
@@ -40,8 +41,10 @@ class Site:
     _undo: ExitStack = field(default_factory=ExitStack)
 
     def patch(self, owner: Any, name: str, value: Any) -> Any:
-        """Replace owner.name (a module, class or object) by `value`, and return what was there."""
+        """Replace owner.name (a module, class or object) by `value`, and return what was there. Raises Dsv4Error for a
+        function that cannot be called as the one before: its callers would end in an error instead of the fault."""
         own, before = name in vars(owner), getattr(owner, name)
+        _check_call(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", before, value)
         kept = vars(owner)[name] if own else None  # as stored: a staticmethod stays one
         setattr(owner, name, value)
         self._undo.callback(lambda: setattr(owner, name, kept) if own else delattr(owner, name))
@@ -179,6 +182,21 @@ def sections() -> dict[str, str]:
 
 def _modules() -> list[ModuleType]:
     return [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+
+
+def _check_call(what: str, before: Any, value: Any) -> None:
+    """Raises Dsv4Error if `value` cannot be called with every argument of the function `before`, by place."""
+    if not isinstance(before, FunctionType) or not isinstance(value, FunctionType):
+        return
+    asked = signature(before).parameters.values()
+    place = [p.name for p in asked if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name: None for p in asked if p.kind is p.KEYWORD_ONLY}
+    try:
+        signature(value).bind(*place, **named)
+    except TypeError as error:
+        raise Dsv4Error(
+            f"a planted {what} cannot be called as what it replaces: {error}; expected {signature(before)}"
+        ) from None
 
 
 def _numbers(section: str) -> list[int]:

@@ -25,10 +25,10 @@ def e8m0(site: Site, value_of) -> None:
 def decoded(site: Site, value_of) -> None:
     """The loader dequantises FP8 matrices by value_of(codes float8, fp32 scale of each value)."""
 
-    def read(inventory, base, block):
+    def read(inventory, base, block, cut=None):
         if inventory.formats[base] is not WeightFormat.FP8:
-            return real(inventory, base, block)
-        w = inventory.read_packed(base, block)
+            return real(inventory, base, block, cut)
+        w = inventory.read_packed(base, block, cut)
         (O, K), (bo, bk) = w.weight.shape, block
         scale = weights.spread(weights.spread(weights.scale_to_float(w.scale), bk, K, -1), bo, O, -2)
         return value_of(w.weight, scale)
@@ -38,11 +38,12 @@ def decoded(site: Site, value_of) -> None:
 
 def stored_as(site: Site, leaf: str, change) -> None:
     """What is read of the official tensors ending in `leaf` passes through change(tensor)."""
-    real = site.patch(
-        Inventory,
-        "read",
-        lambda inventory, name: change(real(inventory, name)) if name.endswith(leaf) else real(inventory, name),
-    )
+
+    def read(inventory, name, cut=None):
+        found = real(inventory, name, cut)
+        return change(found) if name.endswith(leaf) else found
+
+    real = site.patch(Inventory, "read", read)
 
 
 @mutation("1.2", bugs=(17,), parts=("E8M0", "scale"), probes=("format_decode",))

@@ -308,12 +308,11 @@ def audit_clean(setting: Clean, bench: Bench) -> Clean:
         (name, check) for name in applying(subject, bench.probes) for check in execute(probe_named(name)(), subject)[0]
     ]
     tell = lambda name, c: f"{name}: {c.name}" + (f" at {c.at}" if c.at else "") + (f" ({c.part})" if c.part else "")
-    of = lambda *statuses: tuple(tell(name, c) for name, c in checks if c.status in statuses)
     return replace(
         setting,
         totals=count(c for _, c in checks),
-        red=of(*RED),
-        vacuous=of(Status.VACUOUS),
+        red=tuple(tell(name, c) + (f": {c.note}" if c.note else "") for name, c in checks if c.status in RED),
+        vacuous=tuple(tell(name, c) for name, c in checks if c.status is Status.VACUOUS),
         texts=tuple("\n".join(texts_of(c)) for _, c in checks),
         seconds=time.monotonic() - begun,
     )
