@@ -1,12 +1,13 @@
 """Audit one checkpoint in every numerics, cache format and backend of a device, and print one table.
 
-    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--jobs N] [--limit SECONDS]
-    [--journal FILE] [--out DIR]
+    python scripts/audit_matrix.py [CHECKPOINT] [--device cpu] [--backends cpu,reference] [--tensor-parallel-size N]
+    [--jobs N] [--limit SECONDS] [--journal FILE] [--out DIR]
 
 Each line is a `dsv4 audit` of its own, `--jobs` at a time: each on its own share of the processors and, of several
-GPUs, on the one with the fewest audits. Kernels of Triton are compiled once, by all processors, before the first.
-Writes <checkpoint>_matrix_<device>.md and .json to DIR after every audit that ends. Exit code 0 only if all of
-them ran to their end with something measured and nothing red.
+GPUs, on the one with the fewest audits; of several ranks, on as many GPUs. Kernels of Triton are compiled once, by all
+processors, before the first. Writes <checkpoint>_matrix_<device>.md and .json to DIR after every audit that ends, of
+several ranks <checkpoint>_matrix_<N>_ranks_<device>. Exit code 0 only if all of them ran to their end with something
+measured and nothing red.
 """
 
 import argparse
@@ -56,6 +57,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", nargs="?", type=Path, default=Path("demo"))
     parser.add_argument("--device", default="cpu", choices=tuple(BACKENDS))
     parser.add_argument("--backends")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of each audit")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800.0)
     parser.add_argument(
@@ -71,11 +73,12 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 class Places:
     """Where audits run: `jobs` at a time, each with processors of its own (as many processes as it then starts do not
-    slow the others down) and one of the GPUs."""
+    slow the others down) and one of the GPUs, of several ranks as many."""
 
-    def __init__(self, jobs: int, gpus: int):
+    def __init__(self, jobs: int, gpus: int, ranks: int = 1):
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        names = gpu_names(gpus)
+        each = gpu_names(gpus)
+        names = [",".join(each[i : i + ranks]) for i in range(0, len(each) - ranks + 1, ranks)]
         self.free: SimpleQueue[tuple[set[int], str | None]] = SimpleQueue()
         for i in range(jobs):
             own = cores[i::jobs] or cores[i % max(len(cores), 1) :][:1]
@@ -101,36 +104,26 @@ class Places:
 KEYS = ("backend", "numerics", "cache", "index_cache")  # of a row: what the audit was asked for
 
 
-def audited(
-    checkpoint: Path, device: str, backend: str, setting: tuple[str, str, str], limit: float, places: Places
-) -> dict:
+def audited(args: argparse.Namespace, backend: str, setting: tuple[str, str, str], places: Places) -> dict:
     """A row of the table: what `dsv4 audit` of that setting says, or that it did not end."""
     numerics, cache, index = setting
     row = {"backend": backend, "numerics": numerics, "cache": cache, "index_cache": index, "exit": None, "red": []}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "dsv4",
-            "audit",
-            "run",
-            str(checkpoint),
-            "--backend",
-            backend,
-            "--device",
-            device,
-            "--numerics",
-            numerics,
-            "--cache",
-            cache,
-            "--index-cache",
-            index,
-            "--out",
-            folder,
-        ]
+        given = {
+            "backend": backend,
+            "device": args.device,
+            "numerics": numerics,
+            "cache": cache,
+            "index-cache": index,
+            "out": folder,
+        }
+        if args.tensor_parallel_size > 1:
+            given["tensor-parallel-size"] = args.tensor_parallel_size
+        command = [sys.executable, "-m", "dsv4", "audit", "run", str(args.checkpoint)]
+        command += [text for name, value in given.items() for text in (f"--{name}", str(value))]
         try:
-            ended = places.run(command, limit)
+            ended = places.run(command, args.limit)
             row["exit"] = ended.returncode
             found = next(Path(folder).glob("*.json"), None)
             if found is None:
@@ -140,7 +133,7 @@ def audited(
             else:
                 row |= summary(json.loads(found.read_text()))
         except subprocess.TimeoutExpired:
-            row["red"] = [f"not ended after {limit:.0f} s"]
+            row["red"] = [f"not ended after {args.limit:.0f} s"]
     return row | {"seconds": round(time.monotonic() - begun)}
 
 
@@ -197,9 +190,8 @@ def main(given: list[str] | None = None) -> int:
     about, name = report.provenance(SCRIPT), args.checkpoint.resolve().name
     try:
         subject = FilesSubject(args.checkpoint)
-        kept = Kept(
-            args.journal, {key: value for key, value in about.items() if key != "command"} | {"checkpoint": name}
-        )
+        of = {"checkpoint": name, "ranks": args.tensor_parallel_size}
+        kept = Kept(args.journal, {key: value for key, value in about.items() if key != "command"} | of)
     except Dsv4Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -209,6 +201,8 @@ def main(given: list[str] | None = None) -> int:
         for backend, setting in product((args.backends or BACKENDS[args.device]).split(","), settings)
     ]
     slug = report.device_slug(about["device"]) if args.device == "cuda" else "cpu"
+    together = f"_{args.tensor_parallel_size}_ranks" if args.tensor_parallel_size > 1 else ""
+    stem = f"{name}_matrix{together}_{slug}"
     before = {tuple(row[key] for key in KEYS): row for _, row in kept.held}
     rows = {one: before[one] for one in asked if one in before}
     left = [one for one in asked if one not in rows]
@@ -218,11 +212,9 @@ def main(given: list[str] | None = None) -> int:
         begun = time.monotonic()
         compile_ahead([subject.config], (torch.float32, torch.bfloat16), "triton", args.device, seed=0)
         print(f"kernels compiled: {time.monotonic() - begun:.0f} s", flush=True)
-    places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0)
+    places = Places(args.jobs, torch.cuda.device_count() if args.device == "cuda" else 0, args.tensor_parallel_size)
     with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {
-            pool.submit(audited, args.checkpoint, args.device, one[0], one[1:], args.limit, places): one for one in left
-        }
+        waiting = {pool.submit(audited, args, one[0], one[1:], places): one for one in left}
         for future in as_completed(waiting):
             row = rows[waiting[future]] = future.result()
             if row["exit"] is not None:
@@ -232,20 +224,15 @@ def main(given: list[str] | None = None) -> int:
                 f"{'clean' if clean(row) else 'RED ' + '; '.join(row['red'][:3])}, {row['seconds']} s",
                 flush=True,
             )
-            publish(args.out, name, slug, about, [rows[one] for one in asked if one in rows], len(asked))
+            publish(args.out, stem, about, [rows[one] for one in asked if one in rows], len(asked))
     if not left:
-        publish(args.out, name, slug, about, [*rows.values()], len(asked))
+        publish(args.out, stem, about, [*rows.values()], len(asked))
     return int(not all(map(clean, rows.values())))
 
 
-def publish(out: Path, name: str, slug: str, about: dict, held: list[dict], asked: int) -> None:
-    report.write(
-        out,
-        f"{name}_matrix_{slug}",
-        {"about": about, "rows": held},
-        markdown(held, about, name, asked - len(held)),
-        None,
-    )
+def publish(out: Path, stem: str, about: dict, held: list[dict], asked: int) -> None:
+    name = stem.partition("_matrix")[0]
+    report.write(out, stem, {"about": about, "rows": held}, markdown(held, about, name, asked - len(held)), None)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +41,7 @@ def test_what_cannot_run_and_what_does_not_end_is_red(run):
 def test_what_ended_in_an_earlier_run_is_not_run_again(run, monkeypatch, tmp_path):
     asked = []
 
-    def audited(checkpoint, device, backend, setting, limit, places):
+    def audited(args, backend, setting, places):
         asked.append(setting[0])
         ended = (
             {"exit": 0, "PASS": 3, "red": []}
@@ -106,3 +107,20 @@ def test_audits_at_a_time_share_no_processor_and_take_turns_on_the_gpus(monkeypa
         "35"[:jobs]
     )
     assert sorted(os.sched_getaffinity(0)) == cores and os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+
+def test_of_several_ranks_each_audit_has_as_many_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(audit_matrix, "gpu_names", lambda gpus: tuple("01234"[:gpus]))
+    free = audit_matrix.Places(3, 5, ranks=2).free
+    assert [free.get()[1] for _ in range(3)] == ["0,1", "2,3", "0,1"]
+
+    def run(self, command, limit):
+        asked.append(command[command.index("--tensor-parallel-size") :])
+        return subprocess.CompletedProcess(command, 2, "", "error: nothing")
+
+    asked = []
+    monkeypatch.setattr(audit_matrix.Places, "run", run)
+    monkeypatch.setattr(audit_matrix, "SETTINGS", (("fp32", "auto", "auto"),))
+    given = [str(GOLDEN), "--backends", "cpu", "--tensor-parallel-size", "2", "--out", str(tmp_path)]
+    assert audit_matrix.main(given) == 1 and asked == [["--tensor-parallel-size", "2"]]
+    assert (tmp_path / "tiny_fp32_matrix_2_ranks_cpu.md").exists()
