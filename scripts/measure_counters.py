@@ -24,6 +24,7 @@ from dsv4.errors import Dsv4Error
 from dsv4.kernels.errors import UnsupportedInput
 from scripts.bench import counters, report
 from scripts.bench.counters import Counted, Row
+from scripts.bench.timing import Clock, measure_machine
 from scripts.bench_kernels import collect
 from scripts.places import folder
 
@@ -76,6 +77,7 @@ def count(args: argparse.Namespace, rows) -> int:
     """Count row by row; write the report after each."""
     about, begun = report.provenance(SCRIPT), time.monotonic()
     out, stem = folder(args.out, "counters", "all", about["device"]), f"counters_{report.device_slug(about['device'])}"
+    bandwidth = measure_machine(Clock()).bandwidth
     found: list[Row] = []
     for row in rows:
         one = Row(row.name, row.bytes)
@@ -91,8 +93,9 @@ def count(args: argparse.Namespace, rows) -> int:
             except Dsv4Error as error:
                 one.why = str(error)
         print(line(one), flush=True)
-        report.write(out, stem, report.finite(document(found, about, args.hot)), markdown(found, about, args.hot), None)
-    print(markdown(found, about, args.hot))
+        text = markdown(found, about, args.hot, bandwidth)
+        report.write(out, stem, report.finite(document(found, about, args.hot, bandwidth)), text, None)
+    print(markdown(found, about, args.hot, bandwidth))
     return int(any(row.why and not row.why.startswith("not begun") for row in found))
 
 
@@ -134,12 +137,18 @@ def line(row: Row) -> str:
     return f"{row.name}: {whole.seconds * 1e6:.1f} µs, {whole.bandwidth / 1e9:.0f} GB/s, {len(row.kernels)} kernels"
 
 
-def document(rows: list[Row], about: dict, hot: bool) -> dict:
-    metrics = list(counters.METRICS)
-    return {"about": about, "hot": hot, "metrics": metrics, "rows": [row.document() for row in rows]}
+def document(rows: list[Row], about: dict, hot: bool, bandwidth: float) -> dict:
+    """As JSON values. bandwidth: B/s of the device, of which shares are."""
+    return {
+        "about": about,
+        "machine": {"bandwidth_bytes_per_second": bandwidth},
+        "hot": hot,
+        "metrics": list(counters.METRICS),
+        "rows": [row.document(bandwidth) for row in rows],
+    }
 
 
-def markdown(rows: list[Row], about: dict, hot: bool) -> str:
+def markdown(rows: list[Row], about: dict, hot: bool, bandwidth: float) -> str:
     lines = [
         "# Hardware counters of kernels",
         "",
@@ -148,11 +157,12 @@ def markdown(rows: list[Row], about: dict, hot: bool) -> str:
         f"    {about['command']}",
         "",
         f"Nsight Compute, caches {'as the first run left them' if hot else 'emptied before every pass'}, clocks left "
-        "alone. GB/s: read from and written to device memory over the kernel's time; share: of "
-        f"{counters.BANDWIDTH / 1e12:.1f} TB/s. L2 hits: of sectors, mean weighted by time. Gather efficiency: bytes "
-        f"that load instructions ask for over {counters.SECTOR} B × sectors that L1 fetches for them; over 100 % where "
-        "threads of a warp share a sector. Moved over needed: bytes of device memory over those that the row must "
-        "move, by formula (under 1 where results stay in L2). The times are ncu's, of single launches.",
+        "alone. GB/s: read from and written to device memory over the kernel's time; share: of the "
+        f"{bandwidth / 1e12:.2f} TB/s at which this device reads 1 GiB. L2 hits: of sectors, mean weighted by time. "
+        f"Gather efficiency: bytes that load instructions ask for over {counters.SECTOR} B × sectors that L1 fetches "
+        "for them; over 100 % where threads of a warp share a sector. Moved over needed: bytes of device memory over "
+        "those that the row must move, by formula (under 1 where results stay in L2). The times are ncu's, "
+        "of single launches.",
         "",
         "| row | kernel | launches | µs | GB/s | share | L2 hits | sectors a request | gather efficiency | moved over "
         "needed |",
@@ -162,18 +172,18 @@ def markdown(rows: list[Row], about: dict, hot: bool) -> str:
         whole = counters.total(row.kernels)
         for kernel in ([whole] if len(row.kernels) > 1 else []) + row.kernels:
             shown = kernel is whole or len(row.kernels) == 1
-            lines.append(_line(row, kernel, shown))
+            lines.append(_line(row, kernel, shown, bandwidth))
     notes = [f"- {row.name}: {row.why}" for row in rows if row.why]
     return "\n".join([*lines, *([""] + notes if notes else [])]) + "\n"
 
 
-def _line(row: Row, k: Counted, whole: bool) -> str:
+def _line(row: Row, k: Counted, whole: bool, bandwidth: float) -> str:
     some = lambda x, form: "–" if x is None else format(x, form)
     moved = (k.read + k.written) / row.needed if whole else None
     hit = "–" if k.hit is None else f"{k.hit:.1f} %"
     return (
         f"| {row.name} | `{k.kernel}` | {k.launches} | {k.seconds * 1e6:.1f} | {k.bandwidth / 1e9:.0f} | "
-        f"{k.bandwidth / counters.BANDWIDTH:.1%} | {hit} | {some(k.sectors_a_request, '.1f')} | "
+        f"{k.bandwidth / bandwidth:.1%} | {hit} | {some(k.sectors_a_request, '.1f')} | "
         f"{some(k.efficiency, '.1%')} | {some(moved, '.2f')} |"
     )
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from dsv4.errors import InputError
 from dsv4.kernels.errors import UnsupportedInput
 
-BANDWIDTH = 3.0e12  # B/s, reads and writes of a copy on an H100
 SECTOR = 32  # bytes
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 HIT = "lts__t_sector_hit_rate.pct"
@@ -86,7 +85,8 @@ class Counted:
     def sectors_a_request(self) -> float | None:
         return None if not self.requests or self.sectors is None else self.sectors / self.requests
 
-    def document(self) -> dict:
+    def document(self, bandwidth: float) -> dict:
+        """As JSON values. bandwidth: B/s of the device, of which shares are."""
         return {
             "kernel": self.kernel,
             "launches": self.launches,
@@ -94,7 +94,7 @@ class Counted:
             "dram_read_bytes": self.read,
             "dram_written_bytes": self.written,
             "bandwidth_bytes_per_second": self.bandwidth,
-            "share_of_bandwidth": self.bandwidth / BANDWIDTH,
+            "share_of_bandwidth": self.bandwidth / bandwidth,
             "l2_hit_percent": self.hit,
             "l1_sectors": self.sectors,
             "sectors_a_request": self.sectors_a_request,
@@ -112,14 +112,15 @@ class Row:
     kernels: list[Counted] = field(default_factory=list)
     why: str = ""
 
-    def document(self) -> dict:
+    def document(self, bandwidth: float) -> dict:
+        """As JSON values. bandwidth: B/s of the device, of which shares are."""
         whole = total(self.kernels)
         return {
             "row": self.name,
             "needed_bytes": self.needed,
             "moved_over_needed": None if whole is None else (whole.read + whole.written) / self.needed,
-            "whole": None if whole is None else whole.document(),
-            "kernels": [k.document() for k in self.kernels],
+            "whole": None if whole is None else whole.document(bandwidth),
+            "kernels": [k.document(bandwidth) for k in self.kernels],
             "why": self.why,
         }
 

@@ -13,6 +13,7 @@ from dsv4.kernels.errors import UnsupportedInput
 from scripts import measure_counters
 from scripts.bench import counters
 from scripts.bench.counters import counted, parse
+from scripts.bench.timing import Machine
 
 FIRST = '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream"'
 SECTORS, REQUESTS, ASKED = counters.SECTORS[0], counters.REQUESTS[0], counters.ASKED[1]
@@ -60,10 +61,10 @@ def test_a_line_a_metric():
 
 def test_the_whole_is_the_sum_of_its_kernels():
     row = counters.Row("row", 90_000_000, counted(parse(WIDE)))
-    found = row.document()
+    found = row.document(2e12)
     assert found["whole"]["us"] == pytest.approx(35) and found["whole"]["launches"] == 3
     assert found["moved_over_needed"] == pytest.approx(45.0045e6 / 90e6) and len(found["kernels"]) == 2
-    assert found["whole"]["share_of_bandwidth"] == pytest.approx(45.0045e6 / 35e-6 / 3e12)
+    assert found["whole"]["share_of_bandwidth"] == pytest.approx(45.0045e6 / 35e-6 / 2e12)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def run(monkeypatch, *given) -> int:
 
 @pytest.fixture
 def ncu(tmp_path, monkeypatch):
-    """Function: an ncu on the PATH that is this shell script; and as if there were a GPU."""
+    """Function: an ncu on the PATH that is this shell script; and as if there were a GPU that reads 2 TB/s."""
 
     def make(script: str) -> None:
         file = tmp_path / "bin" / "ncu"
@@ -110,6 +111,8 @@ def ncu(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(measure_counters, "Clock", lambda: None)
+    monkeypatch.setattr(measure_counters, "measure_machine", lambda clock: Machine("h100", 2e12, 8e14, 5.0, 1.0))
     return make
 
 
@@ -130,7 +133,10 @@ def test_a_run_writes_each_row(ncu, monkeypatch, tmp_path, capsys):
     found = json.loads((tmp_path / "out" / "counters_h100.json").read_text())
     assert [len(row["kernels"]) for row in found["rows"]] == [2, 2] and found["rows"][0]["needed_bytes"] > 0
     text = (tmp_path / "out" / "counters_h100.md").read_text()
-    assert "| `gather` | 2 | 30.0 | 1500 | 50.0% | 30.0 % | 10000.0 | 33.3% | – |" in text
+    assert "| `gather` | 2 | 30.0 | 1500 | 75.0% | 30.0 % | 10000.0 | 33.3% | – |" in text
+    assert "share: of the 2.00 TB/s at which this device reads" in text
+    assert found["machine"] == {"bandwidth_bytes_per_second": 2e12}
+    assert found["rows"][0]["kernels"][0]["share_of_bandwidth"] == pytest.approx(45.003e6 / 30e-6 / 2e12)
     assert "| `all` | 3 | 35.0 |" in text and "gqa_gather 128K B1 28q" in capsys.readouterr().out
 
 
