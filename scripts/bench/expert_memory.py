@@ -14,8 +14,8 @@ from scripts.bench import report
 
 @dataclass(frozen=True)
 class Row:
-    """One way of running, in all layers of the model. tokens: that one run has; link: bytes a second of the copy
-    engine, None where there is no link."""
+    """One way of running, in all layers of the model. tokens: of all its steps and rows; link: bytes a second of the
+    copy engine, None where there is no link."""
 
     name: str
     tokens: int
@@ -63,9 +63,9 @@ def measure(model: CausalLM, prompt: int, tokens: int, batches: tuple[int, ...])
         graph, fixed = DecodeGraph(model, held), new(batch, 1)
         graph.step(new(batch, 1))
         steps = lambda ids: [graph.step(ids()) for _ in range(tokens)]
-        run(f"batch {batch}, random tokens", tokens, lambda: steps(lambda: new(batch, 1)))
+        run(f"batch {batch}, random tokens", batch * tokens, lambda: steps(lambda: new(batch, 1)))
         graph.step(fixed)
-        run(f"batch {batch}, one token again", tokens, lambda: steps(lambda: fixed))
+        run(f"batch {batch}, one token again", batch * tokens, lambda: steps(lambda: fixed))
     return rows
 
 
@@ -103,9 +103,9 @@ def markdown(found: dict) -> str:
     lines = [
         "# Routed experts in pinned host memory",
         "",
-        report.headline(about),
+        f"{report.headline(about)}.",
         "",
-        f"`{about['command']}`",
+        f"    {about['command']}",
         "",
         f"{held['layers']} layers ran: {held['resident']} of {held['of']} experts of each have slots "
         f"({format_bytes(held['device_bytes'])} on the device), all are in {format_bytes(held['pinned_bytes'])} of "

@@ -20,6 +20,7 @@ def test_a_report_of_the_demo(tmp_path):
     [file] = tmp_path.glob("*.json")
     found = json.loads(file.read_text())
     assert len(found["rows"]) == 5 and "not measured on a CPU" in file.with_suffix(".md").read_text()
+    assert [row["tokens"] for row in found["rows"]] == [40, 3, 3, 6, 6]  # a step of two rows has two tokens
     again = next(row for row in found["rows"] if row["name"] == "batch 1, one token again")
     assert again["misses"] < again["hits"] and found["experts"]["resident"] == 8
 
@@ -34,3 +35,4 @@ def test_what_the_link_allows():
     held = dict(resident=1, of=2, layers=2, whole_layers=4, pinned_bytes=1, device_bytes=1, link_bytes_per_second=1e9)
     text = markdown({"about": about, "experts": held, "rows": [d]})
     assert "| x | 25.0% | 100.0 B | 500.000 | 100.000 | 1.0 | 5.0 |" in text and "1.0 GB/s" in text
+    assert "\n    y\n" in text
