@@ -166,6 +166,7 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
         step(32, 8 * K),
         ("drafts", lambda: parallel.drafts(model, 8 * K, print)),
         profile,
+        ("kernels of a chunk", lambda: iter([parallel.chunk_kernels(model, 4 * K, 64 * K)])),
     ]
 
 

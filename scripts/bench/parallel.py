@@ -19,7 +19,7 @@ from dsv4.speculation import Static, on_device
 from scripts.bench import decode
 from scripts.bench.speculation_gpu import again, traced
 from scripts.bench.speculation_traces import recorded
-from scripts.bench.timing import Machine
+from scripts.bench.timing import Machine, device_kernels
 
 CALLS, RUNS = 86, 20  # exchanges of a graph, as many as a token of Flash needs; graphs that are timed
 SUMS = ((1, 4096), (4, 4096), (8, 4096), (32, 4096), (64, 4096), (1, 7168), (512, 4096), (2048, 4096))
@@ -137,7 +137,25 @@ def kernels(model, batch: int, context: int) -> dict:
     are profiled one after the other, so the first exchange waits: each counts as the median, or the fastest of few."""
     torch.manual_seed(1)
     point = SimpleNamespace(batch=batch, context=context)
-    spans = decode.step_kernels(model, batch, context)
+    return profiled(model, point, decode.step_kernels(model, batch, context))
+
+
+def chunk_kernels(model, tokens: int, context: int) -> dict:
+    """The kernels of a chunk of a prompt that follows `context` tokens. Between them the device waits for the host:
+    `span_ms` is all of it."""
+    from dsv4.model.dummy import fill_cache
+
+    torch.manual_seed(1)
+    cache = model.new_cache(1, context + 2 * tokens)
+    fill_cache(cache, context)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
+    spans = device_kernels(lambda: model.append(ids, cache, logits="last", chunk=tokens, whole=False))
+    point = SimpleNamespace(batch=1, context=context, chunk=tokens, span_ms=sum(us for *_, us in spans) / 1e3)
+    return profiled(model, point, spans)
+
+
+def profiled(model, point: SimpleNamespace, spans: list[tuple[str, float, float]]) -> dict:
+    """A row of kernels, added up by name."""
     for kernel in EXCHANGES if model.ranks.size > 1 else ():
         each = [us for name, _, us in spans if kernel in name] or [0.0]
         usual = statistics.median_low(each)

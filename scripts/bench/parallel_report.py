@@ -124,8 +124,9 @@ def markdown(found: dict) -> str:
         ],
     )
     for r in (row for row in rows if row.get("by_kernel")):
+        what = f"a chunk of {r['chunk']} tokens, {r['span_ms']:.1f} ms" if "chunk" in r else "a step"
         lines += _table(
-            f"The {r['kernels']} kernels of a step: {_ranks(r, ' ranks')}, {r['layers']} layers, batch {r['batch']} at "
+            f"The {r['kernels']} kernels of {what}: {_ranks(r, ' ranks')}, {r['layers']} layers, batch {r['batch']} at "
             f"{r['context']}",
             "kernel | count | µs that they add",
             [f"{name or 'fill or copy'} | {count} | {us(added)}" for name, count, added in r["by_kernel"]],

@@ -29,6 +29,8 @@ ROWS = [
     step(2, 1, 8192, 2.0),
     {"kind": "kernels", "part": "part", "ranks": 2, "layers": 16, "batch": 1, "context": 8192, "kernels": 3,
      "by_kernel": [("gemv", 3, 7.5)]},
+    {"kind": "kernels", "part": "whole", "ranks": 2, "layers": 43, "batch": 1, "context": 65536, "chunk": 4096,
+     "span_ms": 301.25, "kernels": 4, "by_kernel": [("gemm", 4, 9.5)]},
     {"kind": "step", "part": "whole", "ranks": 2, "layers": 43, "batch": 32, "context": 8192, "why": "no room: none"},
     step(1, 8, 8192, 5.0),
     step(2, 8, 8192, 3.0),
@@ -61,6 +63,7 @@ def test_the_page_has_every_row():
     assert "| 2 | 16 | 1 | 8192 | 2.000 | 1.000 | 50% | 1.00 | 0.10 | 2.00 | 0.50 |" in text
     assert "| 2 | 1 × 4096 | 3.10 | 13.8 | equal |" in text and "| gemv | 3 | 7.50 |" in text
     assert "| 2 | experts | 1 | 7.25 | 11.5 | equal |" in text
+    assert "The 4 kernels of a chunk of 4096 tokens, 301.2 ms: 2 ranks, 43 layers, batch 1 at 65536" in text
     assert "- 2 ranks, batch 32 at 8192: no room: none" in text
     assert "- failed: long ended with an error" in text and "| 2 | 43 | 8192 | 2 | code | 260 |" in text
 
