@@ -1,12 +1,52 @@
 """Facts about the device that launchers of Triton kernels need."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 from triton import knobs
 
 from dsv4.kernels.errors import UnsupportedInput
+
+
+class GPU(NamedTuple):
+    """What a launch depends on of the device: compute capability, and multiprocessors."""
+
+    capability: tuple[int, int]
+    processors: int
+
+
+_assumed: GPU | None = None
+
+
+@contextmanager
+def assumed(gpu: GPU) -> Iterator[None]:
+    """While it lasts, launchers take tensors of the device `meta` for those of such a GPU. Launches must be kept from
+    running (`dsv4.kernels.recording`)."""
+    global _assumed
+    before, _assumed = _assumed, gpu
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def _gpu(device: torch.device) -> GPU:
+    if device.type == "meta" and _assumed is not None:
+        return _assumed
+    return _present(device)
+
+
+@cache
+def _present(device: torch.device) -> GPU:
+    if device.type == "cpu":
+        return GPU((0, 0), 4)
+    return GPU(
+        torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 def interpreting() -> bool:
@@ -16,24 +56,23 @@ def interpreting() -> bool:
 
 def require_device(name: str, *tensors: torch.Tensor) -> None:
     """Raise UnsupportedInput unless every tensor is where Triton kernels can run: one GPU, or the interpreter's CPU."""
+    wanted = "meta" if _assumed is not None else "cpu" if interpreting() else "cuda"
     for t in tensors:
-        if t is not None and t.device.type != ("cpu" if interpreting() else "cuda"):
+        if t is not None and t.device.type != wanted:
             raise UnsupportedInput(
                 f"{name}: the triton backend got a tensor on {t.device}; expected "
                 f"{'cpu (TRITON_INTERPRET=1 is set)' if interpreting() else 'a CUDA device'}"
             )
 
 
-@cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of the device: at least this many programs run in parallel."""
-    return 4 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    return _gpu(device).processors
 
 
-@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; (0, 0) in the interpreter."""
-    return (0, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    return _gpu(device).capability
 
 
 def dot_in_fp32(x: torch.Tensor) -> bool:
@@ -46,7 +85,6 @@ def next_power(n: int) -> int:
     return triton.next_power_of_2(n)
 
 
-@cache
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels may start before the previous one has ended (programmatic dependent launch, capability 9.0 and
     later).

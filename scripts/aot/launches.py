@@ -6,18 +6,13 @@ the arguments of each launch: types, constants and what divides by 16 are those 
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from unittest.mock import patch
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
-from dsv4.kernels import launch
 from dsv4.kernels.block_choice import block_scores
 from dsv4.kernels.cache_rows import STREAM_FORMATS
 from dsv4.kernels.chunked_prefill import Chunking
@@ -30,8 +25,10 @@ from dsv4.kernels.draft_sizes import triton as draft_sizes
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
+from dsv4.kernels.launch import GPU
 from dsv4.kernels.linear.drawn import FP8, MXFP4
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
+from dsv4.kernels.recording import recorded
 from dsv4.kernels.widths import FLASH, LLAMA, QWEN, Widths
 
 PROCESSORS = 132  # of an H100
@@ -69,59 +66,22 @@ SPECIAL = (  # calls of small models, whose kernels have other tiles, and of lay
 def cases_for(capability: tuple[int, int]) -> list[tuple]:
     """(name, kernel, signature, constexprs, options) of each kernel that differs, on a GPU of that capability."""
     found, names = {}, set()
-    with recorded(capability) as launched:
+    with recorded(GPU(capability, PROCESSORS)) as launched:
         for label, call in calls():
-            launched.clear()
+            launched.made.clear()
             call()
-            for kernel, args, options in launched:
-                case = specialised(kernel, args, options, capability)
-                if (key := repr((kernel.module, kernel.__name__, *case[1:]))) not in found:
+            for launch in launched.made:
+                case, kernel = launched.specialised(launch), launch.kernel
+                if (key := repr((kernel.module, kernel.__name__, *case))) not in found:
                     name = f"{label} · {kernel.__name__.lstrip('_')}"
                     alike = sum(other == name or other.startswith(f"{name} #") for other in names)
                     names.add(name := f"{name} #{alike + 1}" if alike else name)
-                    found[key] = (name, *case)
+                    found[key] = (name, kernel, *case)
     return list(found.values())
-
-
-@contextmanager
-def recorded(capability: tuple[int, int]) -> Iterator[list[tuple]]:
-    """(kernel, arguments, options) of launches of the block, in a list. Every module of kernels asks a GPU of that
-    capability, and none is launched."""
-    found: list[tuple] = []
-    stand_ins = {
-        "require_device": lambda *_: None,
-        "processors": lambda _: PROCESSORS,
-        "capability": lambda _: capability,
-        "dependent_launch": lambda _: capability >= (9, 0),
-    }
-
-    originals = {name: getattr(launch, name) for name in stand_ins}
-
-    def run(kernel, *args, grid, warmup, **options):
-        found.append((kernel, args, options))
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(JITFunction, "run", run))
-        for module in kernel_modules():
-            for name, stand_in in stand_ins.items():
-                if getattr(module, name, None) is originals[name]:
-                    stack.enter_context(patch.object(module, name, stand_in))
-        yield found
 
 
 def kernel_modules() -> list[ModuleType]:
     return [module for name, module in sorted(sys.modules.items()) if name.startswith("dsv4.kernels.")]
-
-
-def specialised(kernel: JITFunction, args: tuple, options: dict, capability: tuple[int, int]) -> tuple:
-    """(kernel, signature, constexprs, options): what Triton compiles for one launch. `attrs` of the options are those
-    of arguments."""
-    backend = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
-    bound, specialization, given = create_function_from_signature(kernel.signature, kernel.params, backend)(
-        *args, **options
-    )
-    _, signature, constants, attrs = kernel._pack_args(backend, options, bound, specialization, given)
-    return kernel, signature, constants, {**given, "attrs": {place: what for place, what in attrs.items() if what}}
 
 
 def calls() -> Iterator[tuple[str, Callable]]:
