@@ -9,7 +9,10 @@ import torch
 import triton
 from triton import knobs
 
+from dsv4.kernels import triton_cache
 from dsv4.kernels.errors import UnsupportedInput
+
+triton_cache.use()  # every module that launches a kernel imports this one
 
 
 class GPU(NamedTuple):
@@ -44,9 +47,7 @@ def _gpu(device: torch.device) -> GPU:
 def _present(device: torch.device) -> GPU:
     if device.type == "cpu":
         return GPU((0, 0), 4)
-    return GPU(
-        torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
-    )
+    return GPU(torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def interpreting() -> bool:

@@ -15,11 +15,12 @@ from dsv4.kernels.launch import GPU, assumed
 
 
 class Launch(NamedTuple):
-    """One launch: its arguments, and options as `kernel[grid](…)` was given them."""
+    """One launch: its arguments, and options as `kernel[grid](…)` was given them. key: what it is specialised by."""
 
     kernel: JITFunction
     args: tuple
     options: dict[str, Any]
+    key: str = ""
 
 
 class Recording:
@@ -27,7 +28,7 @@ class Recording:
 
     def __init__(self, target: GPUTarget):
         self.made: list[Launch] = []
-        self._distinct: dict[tuple, Launch] = {}
+        self._distinct: dict[tuple[int, str], Launch] = {}
         self._backend = make_backend(target)
         self._binder = cache(lambda kernel: create_function_from_signature(kernel.signature, kernel.params, backend))
         backend = self._backend
@@ -37,9 +38,10 @@ class Recording:
         return list(self._distinct.values())
 
     def add(self, launch: Launch) -> None:
-        self.made.append(launch)
         _, specialization, options = self._binder(launch.kernel)(*launch.args, **launch.options)
-        self._distinct.setdefault((id(launch.kernel), str(specialization), str(options)), launch)
+        launch = launch._replace(key=f"{specialization} {options}")
+        self.made.append(launch)
+        self._distinct.setdefault((id(launch.kernel), launch.key), launch)
 
     def specialised(self, launch: Launch) -> tuple[dict, dict, dict]:
         """(signature, constexprs, options): what Triton compiles for it. `attrs` of the options are those of

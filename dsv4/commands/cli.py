@@ -24,6 +24,7 @@ from dsv4.commands.regime import regime_app
 from dsv4.commands.sparse_prefill import sparse_prefill
 from dsv4.commands.terminal import errors
 from dsv4.commands.termination import termination
+from dsv4.commands.warm import warm
 from dsv4.errors import Dsv4Error, InputError, RankLost
 from dsv4.parallel.ranks_asked import LOST, WATCHED, asked, settle_streams, speaks
 
@@ -45,7 +46,7 @@ app.add_typer(kernel_app, name="kernel", help="Audit anybody's kernel of one ope
 app.add_typer(regime_app, name="regime", help="What decode attention costs, and where reading sparsely pays.")
 for function in (
     *(demo, commands.generate, commands.batch),
-    *(checkpoint_commands.inspect, checkpoint_commands.plan, checkpoint_commands.convert),
+    *(checkpoint_commands.inspect, checkpoint_commands.plan, warm, checkpoint_commands.convert),
     *(recall, fidelity, sparse_prefill, termination),
 ):
     app.command()(function)

@@ -120,6 +120,8 @@ def generate(
     from dsv4.cache.host_tier.choice import memory_named
     from dsv4.commands import generate as run
     from dsv4.commands import tables
+    from dsv4.commands.warm import compiles_ahead, compiling, told
+    from dsv4.model.dummy import dummy_config
     from dsv4.model.expert_memory import expert_memory_named
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import user_kernels
@@ -161,10 +163,16 @@ def generate(
     kernels = user_kernels.kernels_named(kernel)
     run.parse_max_memory(max_memory)  # options are read before a checkpoint
     config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
-    shown = not quiet
-    with limited_threads(config and config.hidden_size, threads):
+    shown, choices = not quiet, run.Choices(numerics, backend, device, cache, index_cache)
+    with limited_threads(config and config.hidden_size, threads), ExitStack() as beside:
+        finish = None
+        if compiles_ahead(choices, device_map, where, experts, kernels, embedding_memory == "host"):
+            work = run.work_of(
+                config or dummy_config(dummy_weights, layers), ids or request.ids or [0] * (prompt_tokens or 1), request
+            )
+            weightless = None if dummy_weights else checkpoint, dummy_weights, layers, choices, reads
+            finish = beside.enter_context(compiling(*weightless, work, shown=shown))
         with progress_bar("loading", shown=shown) as loading:
-            choices = run.Choices(numerics, backend, device, cache, index_cache)
             session = run.Session(
                 checkpoint,
                 choices,
@@ -180,6 +188,8 @@ def generate(
                 experts,
                 embedding_memory,
             )
+        if finish is not None:
+            told(finish(), quiet)
         _say(user_kernels.before(session.model), quiet)
         session.tokenizer = tokenizer
         ids = ids if ids is not None else session.encode(request)

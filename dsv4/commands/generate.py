@@ -12,6 +12,7 @@ import torch
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.commands.options import joined
 from dsv4.engine.generate import Generation, context_needed, generate, generate_on_device, generate_speculative
+from dsv4.engine.steppers import rounds_in
 from dsv4.errors import ContextOverrun, InputError, brief
 from dsv4.kernels.replacing import Replacement
 from dsv4.loaders.files import read_json
@@ -27,6 +28,7 @@ from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.load import load_model
 from dsv4.model.tokenizer import TextStream, Tokenizer
 from dsv4.runtime import user_kernels
+from dsv4.runtime.launches import Work
 from dsv4.runtime.memory import peak_bytes
 from dsv4.sampling import Sampling
 from dsv4.speculation.choice import policy_named
@@ -338,6 +340,15 @@ def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig
     check_context(config, request.context)
     context_needed(config, [ids], request.max_new_tokens, request.context)
     return config, tokenizer, ids
+
+
+def work_of(config: ModelConfig | GQAConfig, ids: list[int], request: Request) -> Work:
+    """What a request makes a model on a GPU do."""
+    context = context_needed(config, [ids], request.max_new_tokens, request.context)
+    if request.speculate == "off":
+        return Work(len(ids), context)
+    _, rewind = rounds_in(config, context, make_drafter(request.speculate), request.policy)
+    return Work(len(ids), context, drafts=request.policy.sizes, rewind=rewind)
 
 
 def check_context(config: ModelConfig | GQAConfig, context: int | None) -> None:

@@ -8,7 +8,7 @@ import sys
 from types import MethodType
 
 ORDER = (
-    *("demo", "generate", "batch", "inspect", "plan", "convert"),
+    *("demo", "generate", "batch", "inspect", "plan", "warm", "convert"),
     *("audit", "kernel", "recall", "fidelity", "sparse-prefill", "termination", "regime"),
 )
 GROUPS = {  # heading → names of parameters; a name of one command only may be given with its command: 'batch.rows'
@@ -17,6 +17,7 @@ GROUPS = {  # heading → names of parameters; a name of one command only may be
     "Running requests": "batch.rows pool_tokens batch.together",
     "Speculation": "speculate draft_tokens draft_costs generate.together loop",
     "Size": "plan.max_context plan.batch max_rewind gpus plan.tensor_parallel_size",
+    "What will run": "warm.prompt_tokens warm.max_context warm.batch",
     "The kernel": "convention accuracy out_arguments shapes format",
     "What is asked": "clause case without operation repeats replays limit",
     "What is audited": "subject reference probe point section name fast config ids rename",
@@ -48,6 +49,10 @@ EXAMPLES = {
     "plan": (
         "dsv4 plan flash --device h100 --tensor-parallel-size 2 --max-context 1M",
         "dsv4 plan demo --batch 8 --json",
+    ),
+    "warm": (
+        "dsv4 warm demo --device h100",
+        "dsv4 warm --dummy-weights flash --layers 16 --device h200 --prompt-tokens 8K --max-context 128K",
     ),
     "convert": (
         "dsv4 convert demo demo-bf16 --to bf16",

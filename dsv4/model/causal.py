@@ -329,4 +329,9 @@ def capacity(model: CausalLM, limit: int) -> int:
     """Tokens that the cache of a context of `limit` tokens is made for. Kernels of a captured step split their sums by
     it. So generation with drafts, which writes beyond the limit before it is cut, and generation without get caches of
     one size. Rows of a batch that are done still run, one token after their last."""
-    return max(limit, min(limit + MAX_DRAFTS + 1, model.config.max_position_embeddings)) if captures(model) else limit
+    return captured_capacity(model, limit) if captures(model) else limit
+
+
+def captured_capacity(model: CausalLM, limit: int) -> int:
+    """`capacity` of a model whose steps are captured."""
+    return max(limit, min(limit + MAX_DRAFTS + 1, model.config.max_position_embeddings))

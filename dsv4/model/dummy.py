@@ -19,6 +19,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.model.config import ModelConfig
 from dsv4.model.expert_memory import ExpertMemory
 from dsv4.model.gqa.choice import NOT_GQA, Attention
+from dsv4.model.gqa.config import GQAConfig
 from dsv4.model.gqa.dummy import config_of, planned
 from dsv4.model.gqa.geometries import GEOMETRIES
 from dsv4.model.gqa.load import check_choices
@@ -27,7 +28,7 @@ from dsv4.model.load import resolve_backend, resolve_device
 from dsv4.model.numerics import numerics_named
 from dsv4.model.official import published_model
 from dsv4.model.placement import check_embedding_memory, check_expert_memory, place
-from dsv4.model.ranks import Ranks, here
+from dsv4.model.ranks import ALONE, Ranks, here
 
 E4M3_RMS, E2M1_RMS = 0.5, 2.93  # of the random codes below
 PIECE = 1 << 28  # bytes that are drawn by one generator, or one row if that is larger
@@ -61,24 +62,15 @@ def load_dummy(
     embedding_memory too, as `load_model`. Raises InputError for a name or number of layers that does not exist, and for
     numbers that so many ranks cannot share.
     """
-    ranks, target, choice = here() if ranks is None else ranks, resolve_device(device), numerics_named(numerics)
+    ranks, target = here() if ranks is None else ranks, resolve_device(device)
+    check_expert_memory(expert_memory, ranks)
+    if expert_memory is not None and name in GEOMETRIES:
+        raise InputError(f"experts in host memory were asked for, and {name} has no routed experts; leave it out")
     asked = name, layers, numerics, backend, max_context, cache, index_cache, seed, mtp
-    ran_by = resolve_backend(backend, target)
-    model: CausalLM
-    if name in GEOMETRIES:
-        check_choices(choice, mtp, cache, index_cache)
-        if expert_memory is not None:
-            raise InputError(f"experts in host memory were asked for, and {name} has no routed experts; leave it out")
-        geometry = config_of(name, layers)
-        together.check_alike(ranks, None, "random weights", *asked)
-        model = planned(geometry, choice, ran_by, kernels, ranks)
-    else:
-        if attention is not None and preset(name) is not None:
-            raise InputError(NOT_GQA)
-        check_expert_memory(expert_memory, ranks)
-        config, choice = _config(name, layers, mtp), choice.with_caches(cache, index_cache)
-        together.check_alike(ranks, None, "random weights", *asked)
-        model = published_model(config, choice, ran_by, mtp, kernels, ranks)
+    model = plan_dummy(
+        name, layers, numerics, resolve_backend(backend, target), cache, index_cache, mtp, attention, kernels, ranks
+    )
+    together.check_alike(ranks, None, "random weights", *asked)
     model.max_context, model.kv_memory = max_context, kv_memory
     check_embedding_memory(embedding_memory, model.config)
     place(model, target, expert_memory, embedding_memory)
@@ -90,6 +82,34 @@ def load_dummy(
     if attention is not None:
         model.attention = attention
     return model
+
+
+def plan_dummy(
+    name: str,
+    layers: int | None = None,
+    numerics: str = "native",
+    backend: str = "triton",
+    cache: str = "auto",
+    index_cache: str = "auto",
+    mtp: bool = False,
+    attention: Attention | None = None,
+    kernels: Mapping | None = None,
+    ranks: Ranks = ALONE,
+) -> CausalLM:
+    """The model of `load_dummy`, of one of `ranks`, on the device `meta`. Raises InputError as it does."""
+    choice = numerics_named(numerics)
+    if name in GEOMETRIES:
+        check_choices(choice, mtp, cache, index_cache)
+        return planned(config_of(name, layers), choice, backend, kernels, ranks)
+    if attention is not None and preset(name) is not None:
+        raise InputError(NOT_GQA)
+    config, choice = _config(name, layers, mtp), choice.with_caches(cache, index_cache)
+    return published_model(config, choice, backend, mtp, kernels, ranks)
+
+
+def dummy_config(name: str, layers: int | None = None) -> ModelConfig | GQAConfig:
+    """The configuration of `load_dummy`, without MTP. Raises InputError as it does."""
+    return config_of(name, layers) if name in GEOMETRIES else _config(name, layers, False)
 
 
 def _config(name: str, layers: int | None, mtp: bool) -> ModelConfig:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsv4.errors import InputError, brief
+from dsv4.kernels.launch import GPU
 from dsv4.units import format_bytes, parse_count
 
 MIB = 1 << 20
@@ -25,6 +26,23 @@ CARDS = {  # MiB in all, as nvidia-smi reports them
     "4090": 24564,
     "3090": 24576,
 }
+CHIPS = {  # compute capability and multiprocessors
+    "h100": GPU((9, 0), 132),
+    "h200": GPU((9, 0), 132),
+    "h20": GPU((9, 0), 78),
+    "gh200": GPU((9, 0), 132),
+    "b200": GPU((10, 0), 148),
+    "a100": GPU((8, 0), 108),
+    "a100-40": GPU((8, 0), 108),
+    "a6000": GPU((8, 6), 84),
+    "a40": GPU((8, 6), 84),
+    "a10": GPU((8, 6), 72),
+    "l40s": GPU((8, 9), 142),
+    "l4": GPU((8, 9), 58),
+    "5090": GPU((12, 0), 170),
+    "4090": GPU((8, 9), 128),
+    "3090": GPU((8, 6), 82),
+}
 # Memory of a named card for the driver, a CUDA context, kernels and the exchange of ranks: of the 81559 MiB of an H100
 # a process can have 81080; with a decode step of all of Flash captured, 790 of them were in use outside torch.
 SET_ASIDE = 1280 * MIB
@@ -44,9 +62,24 @@ class Unit:
         return self.weights + self.cache
 
 
+def chip_named(device: str) -> GPU:
+    """The chip of a card called 'h100'. Raises InputError that lists the names."""
+    found = CHIPS.get(_name(device))
+    if found is None:
+        raise InputError(
+            f"--device {brief(device)!r} is unknown; expected cuda or cuda:N of this machine, or one of "
+            f"{', '.join(CHIPS)}"
+        )
+    return found
+
+
+def _name(device: str) -> str:
+    return device.strip().lower().removeprefix("rtx").strip("- ")
+
+
 def named_bytes(device: str) -> int:
     """Usable bytes of a card called 'h100', or of a size ('80GiB'). Raises InputError that lists the names."""
-    name = device.strip().lower().removeprefix("rtx").strip("- ")
+    name = _name(device)
     if name in CARDS:
         return CARDS[name] * MIB - SET_ASIDE
     if name[:1].isdecimal() and not name.isdecimal():

@@ -1,0 +1,73 @@
+"""Which kernels a request will launch, found before its weights are loaded.
+
+A model that was planned and not loaded has parameters on the device `meta`. A prompt and the steps after it run on them
+in host time alone: what reads no numbers on the host, as captured steps and prompts of the triton backend do, launches
+there what it will launch on the GPU.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cache.cache import Cache
+from dsv4.kernels.launch import GPU
+from dsv4.kernels.recording import Launch, recorded
+from dsv4.model.causal import DEFAULT_MAX_REWIND, CausalLM, captured_capacity
+from dsv4.runtime.graph import BlockGraph, DecodeGraph
+
+META = torch.device("meta")
+
+
+class Work(NamedTuple):
+    """Prompts of `prompt` tokens, one at a time, then steps of `batch` rows over caches of `max_context` tokens, with
+    drafts in any of those numbers. rewind: tokens that caches can forget; None: as by default."""
+
+    prompt: int
+    max_context: int
+    batch: int = 1
+    drafts: tuple[int, ...] = ()
+    rewind: int | None = None
+
+
+@torch.inference_mode()
+def launches(model: CausalLM, gpu: GPU, work: Work) -> list[Launch]:
+    """Launches that Triton compiles separately. model: planned, with parameters on the device `meta`, and of the
+    backend triton; it serves for nothing else after that. Raises CapacityError and InputError as `new_cache` does."""
+    model.to(META)
+    model.device = META
+    with recorded(gpu) as found:
+        room, rewind = captured_capacity(model, work.max_context), work.rewind
+        cache = model.new_cache(work.batch, room, DEFAULT_MAX_REWIND if rewind is None else rewind)
+        _keep_kinds(model, cache)
+        for tokens, skipped in _pieces(work.prompt, model.chunk):
+            cache._main.advance(slice(0, work.batch), skipped)
+            ids, counts = torch.zeros(work.batch, tokens, dtype=torch.int64, device=META), [tokens]
+            counts += [0] * (work.batch - 1)
+            model.append(ids, cache, counts, "last", return_streams=bool(len(model.mtp)), whole=False)
+        for width in sorted({1, *(1 + n for n in work.drafts)}):
+            DecodeGraph(model, cache, width, whole=False)._run()
+            if len(model.mtp) and work.drafts:
+                BlockGraph(model, cache, width, whole=False)._run()
+    return found.distinct
+
+
+def _keep_kinds(model: CausalLM, cache: Cache) -> None:
+    """Leave one layer of each kind: layers whose parameters and caches have the same names, shapes and dtypes launch
+    the same."""
+    kinds: dict[tuple, int] = {}
+    for i, (layer, place) in enumerate(zip(model.layers, cache.layers)):
+        held = (*layer.named_parameters(), *layer.named_buffers(), *place.tensors.items())
+        kinds.setdefault(tuple((name, t.shape, t.dtype) for name, t in held), i)
+    for i in sorted(set(range(len(model.layers))) - set(kinds.values()), reverse=True):
+        del model.layers[i]
+    cache.layers = [cache.layers[i] for i in kinds.values()]
+
+
+def _pieces(prompt: int, chunk: int) -> list[tuple[int, int]]:
+    """(tokens, tokens that are left out before them) of chunks of a prompt. Sizes of kernels grow with powers of two of
+    what lies before, so of the whole chunks those are left out that lie between them."""
+    whole, rest = divmod(prompt, chunk)
+    powers = [1 << n for n in range(whole.bit_length())]
+    kept = sorted({i for power in powers for i in (power - 1, power)} & set(range(whole)) | set(range(whole)[-1:]))
+    found = [(chunk, (i - before - 1) * chunk) for before, i in zip([-1, *kept], kept)]
+    return [*found, (rest, 0)] if rest else found
