@@ -204,7 +204,8 @@ def test_pairs_in_the_order_of_their_experts(N, k, E, T, few, foreign, monkeypat
 @pytest.mark.parametrize("form,simulate", [("mxfp4", False), ("dense bf16", False), ("fp8", True)])
 @pytest.mark.parametrize("N,few", [(1, 512), (3, 512), (40, 512), (40, 0)])
 def test_experts_of_another_rank_are_skipped(form, simulate, N, few, monkeypatch):
-    """With the bits of a local expert with weight 0, and without reading any."""
+    """With the bits of a local expert with weight 0, and without reading any. In the interpreter only to rounding where
+    a block has many tokens: on some processors NumPy's product of a row depends on the row's place."""
     monkeypatch.setattr(triton_order, "FEW", few)
     E, d, I, k = 4, 32, 32, 3
     w13, w2 = stack(E, 2 * I, d, form, 2), stack(E, d, I, form, 1, 100)
@@ -215,7 +216,10 @@ def test_experts_of_another_rank_are_skipped(form, simulate, N, few, monkeypatch
         x = randn(N, d).to(dtype)
         zero = gpu.experts(x, indices % E, routing.masked_fill(foreign, 0.0), w13, w2, LIMIT, simulate)
         skipped = gpu.experts(x, indices.masked_fill(foreign, -1), routing, w13, w2, LIMIT, simulate)
-        assert torch.equal(skipped.view(torch.int32), zero.view(torch.int32))
+        if DEVICE == "cpu" and N > 3:
+            torch.testing.assert_close(skipped, zero, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(skipped.view(torch.int32), zero.view(torch.int32))
     none = gpu.experts(x, torch.full_like(indices, -1), routing, w13, w2, LIMIT, simulate)
     assert torch.equal(none.view(torch.int32), torch.zeros_like(none).view(torch.int32))
     if form == "dense bf16":
