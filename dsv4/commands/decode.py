@@ -45,7 +45,7 @@ from dsv4.commands.options import (
 )
 from dsv4.commands.terminal import errors, print_json, progress_bar, show, wide
 from dsv4.errors import InputError
-from dsv4.parallel.ranks_asked import speaks
+from dsv4.parallel.ranks_asked import asked, speaks
 
 
 def generate(
@@ -120,7 +120,7 @@ def generate(
     from dsv4.cache.host_tier.choice import memory_named
     from dsv4.commands import generate as run
     from dsv4.commands import tables
-    from dsv4.commands.warm import compiles_ahead, compiling, told
+    from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
     from dsv4.model.dummy import dummy_config
     from dsv4.model.expert_memory import expert_memory_named
     from dsv4.model.gqa.choice import attention_named
@@ -170,8 +170,9 @@ def generate(
             work = run.work_of(
                 config or dummy_config(dummy_weights, layers), ids or request.ids or [0] * (prompt_tokens or 1), request
             )
-            weightless = None if dummy_weights else checkpoint, dummy_weights, layers, choices, reads
-            finish = beside.enter_context(compiling(*weightless, work, shown=shown))
+            which = None if dummy_weights else checkpoint, dummy_weights, layers
+            subject = Subject(*which, reads, (asked() or (0, 1))[1], expert_parallel)
+            finish = beside.enter_context(compiling(subject, choices, work, shown=shown))
         with progress_bar("loading", shown=shown) as loading:
             session = run.Session(
                 checkpoint,

@@ -1,16 +1,18 @@
 """`dsv4 warm`, and how other commands compile their kernels while weights are read."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from dsv4.commands.options import (
     DUMMIES,
     AsJson,
+    ByExpert,
     Cache,
     DraftCosts,
     Drafting,
@@ -27,6 +29,15 @@ from dsv4.commands.options import (
 from dsv4.commands.terminal import errors, print_json, progress_bar
 from dsv4.errors import InputError
 from dsv4.parallel.ranks_asked import asked
+
+if TYPE_CHECKING:  # what needs torch is imported within the commands
+    from dsv4.commands.generate import Choices, Request
+    from dsv4.kernels.launch import GPU
+    from dsv4.model.causal import CausalLM
+    from dsv4.model.gqa.choice import Attention
+    from dsv4.model.ranks import Ranks
+    from dsv4.runtime.compiling import Compiled
+    from dsv4.runtime.launches import Work
 
 
 def warm(
@@ -48,6 +59,16 @@ def warm(
     attention_tokens: ReadTokens = None,
     terminate: Terminate = False,
     terminate_rule: Rule = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size",
+            min=1,
+            max=1024,
+            help="So many ranks of one host, each with a part of every layer; none is started.",
+        ),
+    ] = 1,
+    expert_parallel: ByExpert = False,
     speculate: Drafting = "off",
     draft_tokens: Drafts = None,
     draft_costs: DraftCosts = None,
@@ -78,21 +99,24 @@ def warm(
     reads = attention_named(attention, attention_tokens, terminate, None, terminate_rule)
     choices = run.Choices(numerics, "triton", device, cache, index_cache)
     work = Work(prompt, context, batch, sizes_of(request))
-    with compiling(checkpoint, dummy_weights, layers, choices, reads, work, jobs, not quiet) as finish:
+    subject = Subject(checkpoint, dummy_weights, layers, reads, tensor_parallel_size, expert_parallel)
+    with compiling(subject, choices, work, jobs, not quiet) as finish:
         found = finish()
+    if found.why:
+        raise InputError(f"nothing was compiled: {found.why}")
     place = Path(knobs.cache.dir)
     document = found._asdict() | {"cache": str(place)}
     if as_json:
         print_json(document)
-    elif found.kernels or found.why:
+    elif found.kernels:
         print(f"{found}; cache {place}")
     else:
         print(f"nothing to do: these kernels were compiled before; cache {place}")
-    if found.failed or found.why:
+    if found.failed:
         raise typer.Exit(1)
 
 
-def sizes_of(request) -> tuple[int, ...]:
+def sizes_of(request: "Request") -> tuple[int, ...]:
     """How many tokens its passes may draft."""
     from dsv4.commands.generate import make_drafter
 
@@ -101,40 +125,96 @@ def sizes_of(request) -> tuple[int, ...]:
     return request.policy.sizes if request.policy else (make_drafter(request.speculate).draft_tokens,)
 
 
+class Subject(NamedTuple):
+    """Which model it is: a checkpoint, or the first `layers` layers of a published geometry; what it reads of its
+    caches; and of how many ranks of one host."""
+
+    checkpoint: Path | None
+    dummy: str | None
+    layers: int | None
+    reads: "Attention | None" = None
+    ranks: int = 1
+    by_expert: bool = False
+
+    def planned(self, choices: "Choices", gpu: "GPU") -> tuple[Callable[[], "CausalLM"], object]:
+        """What makes the model of rank 0 without weights, and all that it depends on."""
+        names = choices.numerics, choices.cache, choices.index_cache
+        if self.dummy is not None:
+            return partial(_planned_dummy, self, names, gpu), (self, names)
+        from dsv4.loaders.load import Inventory
+
+        inventory = Inventory.open(self.checkpoint)
+        about = self._replace(checkpoint=None), names, inventory.config, inventory.layout.name
+        return partial(_planned_checkpoint, self, inventory, names, gpu), about
+
+    def as_loaded(self, model: "CausalLM") -> "CausalLM":
+        model.max_context = None
+        if self.reads is not None:
+            model.attention = self.reads
+        return model
+
+    def held_by(self, gpu: "GPU") -> "Ranks":
+        from dsv4.model.ranks import ALONE
+        from dsv4.parallel.planned import planned_ranks
+
+        return ALONE if self.ranks == 1 else planned_ranks(0, self.ranks, self.by_expert, gpu)
+
+
+def _planned_dummy(subject: Subject, names: tuple[str, str, str], gpu: "GPU") -> "CausalLM":
+    from dsv4.model.dummy import plan_dummy
+
+    numerics, *caches = names
+    ranks, reads = subject.held_by(gpu), subject.reads
+    made = plan_dummy(subject.dummy, subject.layers, numerics, "triton", *caches, attention=reads, ranks=ranks)
+    return subject.as_loaded(made)
+
+
+def _planned_checkpoint(subject: Subject, inventory, names: tuple[str, str, str], gpu: "GPU") -> "CausalLM":
+    from dsv4.model import families
+    from dsv4.model.numerics import numerics_named
+
+    numerics = numerics_named(names[0]).with_caches(*names[1:])
+    family = families.of(inventory)
+    return subject.as_loaded(family.plan(inventory, numerics, "triton", None, None, subject.held_by(gpu)))
+
+
 @contextmanager
 def compiling(
-    checkpoint: Path | None,
-    dummy: str | None,
-    layers: int | None,
-    choices,
-    reads,
-    work,
-    jobs: int | None = None,
-    shown: bool = True,
-) -> Iterator[Callable[[], "Compiled"]]:  # noqa: F821
+    subject: Subject, choices: "Choices", work: "Work", jobs: int | None = None, shown: bool = True
+) -> Iterator[Callable[[], "Compiled"]]:
     """Compile what `work` launches beside the block, which gets a function that waits until it is done and says what it
-    was. Nothing may have used CUDA. Left by an exception, it ends."""
-    from dsv4.runtime.compiling import Compiling
+    was. Of several ranks the first compiles, and all wait for it. Nothing may have used CUDA. Left by an exception, it
+    ends."""
+    from dsv4.model.ranks import here
+    from dsv4.runtime.compiling import Compiled, Compiling
 
-    begun = Compiling(*_planned(checkpoint, dummy, layers, choices, reads), work, _gpu(choices.device), jobs)
+    begun = None
+    if (asked() or (0, 1))[0] == 0:
+        gpu = _gpu(choices.device)
+        begun = Compiling(*subject.planned(choices, gpu), work, gpu, jobs)
 
-    def finish():
-        with progress_bar("compiling", "kernels", shown and begun.needed) as bar:
-            return begun.wait(bar)
+    def finish() -> Compiled:
+        with progress_bar("compiling", "kernels", shown and begun is not None and begun.needed) as bar:
+            found = Compiled() if begun is None else begun.wait(bar)
+        if here().group is not None:
+            here().group.exchange("compiled kernels", b"")
+        return found
 
     try:
         yield finish
     except BaseException:
-        begun.cancel()
+        if begun is not None:
+            begun.cancel()
         raise
 
 
-def compiles_ahead(choices, *others: object) -> bool:
-    """Whether a command with these options can know before it loads what it will launch: one process on one GPU, with
-    kernels of this project and all memory on the GPU. others: options that must be left out."""
-    if choices.device.partition(":")[0] != "cuda" or choices.backend not in ("auto", "triton"):
+def compiles_ahead(choices: "Choices", *others: object) -> bool:
+    """Whether a command with these options can know before it loads what it will launch: on one GPU, or ranks of one
+    host, with kernels of this project and all memory on the GPU. others: options that must be left out."""
+    if choices.device.partition(":")[0] != "cuda" or choices.backend not in ("auto", "triton") or any(others):
         return False
-    if any(others) or asked() is not None:
+    _, size = asked() or (0, 1)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
         return False
     try:
         return _gpu(choices.device).capability >= (8, 0)
@@ -142,40 +222,13 @@ def compiles_ahead(choices, *others: object) -> bool:
         return False
 
 
-def told(found, quiet: bool) -> None:
+def told(found: "Compiled", quiet: bool) -> None:
     """What was compiled, to stderr, if anything was."""
     if not quiet and (found.new or found.failed or found.why):
         errors.print(str(found))
 
 
-def _planned(checkpoint, dummy, layers, choices, reads):
-    """What makes the model without weights, and all that it depends on."""
-    from dsv4.model.dummy import plan_dummy
-
-    names = choices.numerics, choices.cache, choices.index_cache
-    if dummy is not None:
-        numerics, *caches = names
-        made = partial(plan_dummy, dummy, layers, numerics, "triton", *caches, attention=reads)
-        return partial(_reading, made, reads), (dummy, layers, names, reads)
-    from dsv4.loaders.load import Inventory
-    from dsv4.model import families
-    from dsv4.model.numerics import numerics_named
-
-    inventory = Inventory.open(checkpoint)
-    numerics = numerics_named(choices.numerics).with_caches(*names[1:])
-    made = partial(families.plan_model, inventory, numerics, "triton", None)
-    return partial(_reading, made, reads), (inventory.config, inventory.layout.name, names, reads)
-
-
-def _reading(plan, reads):
-    model = plan()
-    model.max_context = None
-    if reads is not None:
-        model.attention = reads
-    return model
-
-
-def _gpu(device: str):
+def _gpu(device: str) -> "GPU":
     from dsv4.runtime.compiling import present_gpu
     from dsv4.runtime.gpus import chip_named
 

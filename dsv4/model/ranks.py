@@ -157,7 +157,7 @@ class Ranks:
         raises that later."""
         if self.size == 1:
             return
-        if x.is_cuda:
+        if x.device.type != "cpu":
             self._exchanging().note(x.contiguous(), what)
             return
         parts = self._gathered(x)

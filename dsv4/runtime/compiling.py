@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.errors import InputError
+from dsv4.errors import Dsv4Error, InputError
 from dsv4.kernels.launch import GPU
 from dsv4.kernels.recording import Launch, target_of
 from dsv4.model.causal import CausalLM
@@ -153,7 +153,8 @@ def _compile_all(plan: Callable[[], CausalLM], work: Work, gpu: GPU, jobs: int, 
     try:
         _found = launches(plan(), gpu, work)
     except Exception as error:  # the request itself will say it better
-        said.send(Compiled(why=f"{type(error).__name__}: {error}"))
+        name = "" if isinstance(error, Dsv4Error) else f"{type(error).__name__}: "
+        said.send(Compiled(why=f"{name}{error}"))
         return
     _triton_key()  # once, and not in each process
     new = failed = done = 0

@@ -59,6 +59,21 @@ print("equal")
     assert said(script, tmp_path) == "equal"
 
 
+def test_ranks_launch_their_exchanges_too(tmp_path):
+    script = """
+from dsv4.parallel.planned import planned_ranks
+def of_ranks(size, by_expert=False):
+    ranks = planned_ranks(0, size, by_expert, HOPPER)
+    model = plan_dummy("flash", 4, mtp=True, ranks=ranks)
+    model.max_context = None
+    return {launch.kernel.__name__ for launch in launches.launches(model, HOPPER, Work(3000, 4096, drafts=(1,)))}
+alone = {name for name, _ in found(Work(3000, 4096, drafts=(1,)), layers=4)}
+for ranks in (of_ranks(2), of_ranks(4, True)):
+    print(sorted(ranks - alone), "_statistics_few" in ranks)
+"""
+    assert said(script, tmp_path).splitlines() == ["['_by_shares', '_exchange'] True"] * 2
+
+
 COMPILE = """
 real = launches.launches
 compiling.launches = lambda *given: [one for one in real(*given) if one.kernel.__name__ in ("_rms_norm", "_embed")][:2]
@@ -123,8 +138,12 @@ def warm(*arguments: str, cache: Path):
         ([str(DEMO), "--device", "h1000"], "--device 'h1000' is unknown; expected cuda or cuda:N of this machine"),
         (["--device", "h100"], "a checkpoint directory or --dummy-weights is needed, and not both"),
         ([str(DEMO), "--device", "h100", "--prompt-tokens", "1K", "--max-context", "512"], "a prompt of 1024 tokens"),
+        (
+            [str(DEMO), "--device", "h100", "--tensor-parallel-size", "3"],
+            "error: nothing was compiled: num_attention_heads is 8, which 3 ranks cannot share equally",
+        ),
     ],
-    ids=["card", "nothing", "context"],
+    ids=["card", "nothing", "context", "ranks"],
 )
 def test_what_warm_refuses(arguments, why, tmp_path):
     ran = warm(*arguments, cache=tmp_path)
