@@ -26,7 +26,9 @@ from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
 from dsv4.kernels.launch import GPU
+from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.drawn import FP8, MXFP4
+from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
 from dsv4.kernels.recording import recorded
 from dsv4.kernels.widths import FLASH, LLAMA, QWEN, Widths
@@ -98,6 +100,15 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield f"{name} {shown(widths, sizes)}", partial(functions[name], *arguments)
     for ranks in RANKS:
         yield from exchanges(ranks)
+    yield "products of FP8 activations", products_of_fp8
+
+
+def products_of_fp8() -> None:
+    """On a GPU that has them."""
+    x = torch.empty(4096, FLASH.hidden_size, dtype=torch.bfloat16, device="meta")
+    w = productions()["linear"].drawn(FLASH, 0, "meta", form=FP8, rows=4096, columns=FLASH.hidden_size, tokens=1)[1]
+    if triton_fp8.takes(held := hold("linear", w), x.device):
+        triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:
