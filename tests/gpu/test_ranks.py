@@ -122,6 +122,19 @@ def test_text_is_that_of_one_gpu(way, cut):
     assert alone == shared and len(alone) == 64
 
 
+@pytest.mark.parametrize("way", [(), ("--speculate", "mtp")], ids=["plain", "drafts"])
+def test_ranks_of_two_hosts_exchange_by_nccl(way):
+    """Two hosts as the ranks know them: each has one GPU, and the other is not of its host."""
+    asked = (*ASKED, "--numerics", "fp32", "--max-new-tokens", "64", "--json", *way)
+    apart = dict(WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29652")
+    runs = [start(*asked), *(start(*asked, RANK=str(r), CUDA_VISIBLE_DEVICES=str(r), **apart) for r in range(2))]
+    (code, alone, _), *ranks = map(ended, runs)
+    assert code == 0 and [code for code, *_ in ranks] == [0, 0], ranks
+    shared = json.loads(ranks[0][1])
+    assert shared["token_ids"] == json.loads(alone)["token_ids"] and len(shared["token_ids"]) == 64
+    assert "NCCL" in shared["ranks"] and "several hosts" in shared["ranks"]
+
+
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_that_ends_or_stands_still_ends_all(ending):
     parent = start(*ASKED, "--max-new-tokens", "100000", "--max-context", "128K", *TWO)
