@@ -15,6 +15,7 @@ SCRIPTS = {  # what --out names, and what else the command line needs
     "measure_host_tier": ("", []),
     "measure_speculation": ("", []),
     "measure_host_waits": ("", []),
+    "measure_start": ("", []),
     "bench_kernels": ("", []),
     "bench_decode": ("", []),
     "bench_host_tier": ("", []),
