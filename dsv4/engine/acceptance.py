@@ -12,11 +12,11 @@ import torch
 
 from dsv4.engine.state import Verdict, Work
 from dsv4.errors import NotFinite
-from dsv4.model import cut_logits
-from dsv4.model.cut_logits import finite
-from dsv4.sampling import Sampling, distribution, sample
+from dsv4.model import cut_values
+from dsv4.model.cut_values import finite
+from dsv4.sampling import Sampling, distribution, draw, sample
 from dsv4.sending import sent
-from dsv4.speculation.accept import Accepted, accept_drawn, accept_greedy, accept_sampled, draw
+from dsv4.speculation.accept import Accepted, accept_drawn, accept_greedy, accept_sampled
 from dsv4.speculation.draft import Drafts
 
 
@@ -28,12 +28,12 @@ class Acceptance(ABC):
         self.works = {work.row: work for work in works}
 
     @abstractmethod
-    def choose(self, logits: cut_logits.Logits, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def choose(self, logits: cut_values.Logits, rows: list[int]) -> tuple[torch.Tensor, cut_values.Values | None]:
         """Tokens int64 [M] from a drafting model's logits [M, vocab] for `rows`, and the distribution [M, vocab] they
         were drawn from; None if they were chosen."""
 
     @abstractmethod
-    def judge(self, works: Sequence[Work], logits: cut_logits.Logits, drafts: Drafts) -> list[Verdict]:
+    def judge(self, works: Sequence[Work], logits: cut_values.Logits, drafts: Drafts) -> list[Verdict]:
         """What each of `works` gets, from logits fp32 [B, W + 1, vocab] after its last token and after each of its
         drafts. Here the host waits for the device, once. Rows that have ended get something that means nothing."""
 
@@ -44,21 +44,21 @@ class Rejection(Acceptance):
     def __init__(self, sampling: Sampling):
         self.sampling = sampling
 
-    def choose(self, logits: cut_logits.Logits, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def choose(self, logits: cut_values.Logits, rows: list[int]) -> tuple[torch.Tensor, cut_values.Values | None]:
         if self.sampling.temperature == 0:
             return logits.argmax(-1), None
         q = distribution(logits, self.sampling)
         u = torch.stack([torch.rand((), dtype=torch.float64, generator=self.works[b].generator) for b in rows])
         return draw(q, u.to(q.device, non_blocking=True)), q
 
-    def judge(self, works: Sequence[Work], logits: cut_logits.Logits, drafts: Drafts) -> list[Verdict]:
+    def judge(self, works: Sequence[Work], logits: cut_values.Logits, drafts: Drafts) -> list[Verdict]:
         count, tokens = self._accept(logits, drafts, works)
         W = tokens.shape[1]
         read_back = torch.cat((tokens, drafts.tokens.to(tokens.device), count.unsqueeze(1)), 1).tolist()
         rows = [(read_back[work.row], drafts.sizes[work.row]) for work in works]
         return [Verdict(row[: row[-1] + 1], row[-1], row[W : W + size]) for row, size in rows]
 
-    def _accept(self, logits: cut_logits.Logits, drafts: Drafts, works: Sequence[Work]) -> Accepted:
+    def _accept(self, logits: cut_values.Logits, drafts: Drafts, works: Sequence[Work]) -> Accepted:
         drafted, sizes = drafts.tokens.to(logits.device), torch.tensor(drafts.sizes, device=logits.device)
         if self.sampling.temperature == 0:
             return accept_greedy(logits, drafted, sizes)
@@ -74,12 +74,12 @@ class Rejection(Acceptance):
 class Logits(NamedTuple):
     """values fp32 [M, vocab]; the likeliest token of each of the M, and whether all its logits are finite."""
 
-    values: cut_logits.Logits
+    values: cut_values.Logits
     best: list[int]
     finite: list[bool]
 
 
-def read(values: cut_logits.Logits, beside: torch.Tensor | None = None) -> tuple[list[Logits], list[list[int]]]:
+def read(values: cut_values.Logits, beside: torch.Tensor | None = None) -> tuple[list[Logits], list[list[int]]]:
     """Split values [N, M, vocab] into those of each row; the int64 [N, …] results come as lists. Here the host waits
     for the device, once for all of them."""
     M = values.shape[1]
@@ -101,7 +101,7 @@ class Drawn(Acceptance):
         self.drawing: dict[int, torch.Generator] = {}  # by row, of those that have drawn a draft
         self.finite = torch.ones(self.batch, dtype=torch.bool, device=self.device)  # rows whose draft logits all were
 
-    def choose(self, logits: cut_logits.Logits, rows: list[int]) -> tuple[torch.Tensor, None]:
+    def choose(self, logits: cut_values.Logits, rows: list[int]) -> tuple[torch.Tensor, None]:
         tokens, fit = logits.argmax(-1), finite(logits)
         self.finite[sent(rows, fit.device)] &= fit
         for i, b in enumerate(rows):
@@ -112,7 +112,7 @@ class Drawn(Acceptance):
                 tokens[i] = sample(logits[i], work.request.sampling, self.drawing[b])
         return tokens, None
 
-    def judge(self, works: Sequence[Work], logits: cut_logits.Logits, drafts: Drafts) -> list[Verdict]:
+    def judge(self, works: Sequence[Work], logits: cut_values.Logits, drafts: Drafts) -> list[Verdict]:
         first = works[0].row if len(works) == 1 else 0  # what a row alone does not need is not looked at
         rows = slice(first, first + 1) if len(works) == 1 else slice(None)
         found, beside = read(logits[rows], torch.cat((self.finite.unsqueeze(1), drafts.tokens), 1)[rows])

@@ -21,6 +21,7 @@ from dsv4.engine.acceptance import Acceptance
 from dsv4.engine.state import PagedWork, Verdict, Work
 from dsv4.errors import Dsv4Error
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_values import Logits
 from dsv4.sending import sent
 from dsv4.speculation.draft import Drafter, Drafts
 from dsv4.speculation.passes import Verify
@@ -77,7 +78,7 @@ class Passes:
             self._hold(streams, came, back)
         return pressed
 
-    def first(self, works: Sequence[Work], logits: torch.Tensor, streams: torch.Tensor | None) -> None:
+    def first(self, works: Sequence[Work], logits: Logits, streams: torch.Tensor | None) -> None:
         """Give the token after each prompt. logits fp32 [B, 1, vocab] and, if the drafter wants them, streams [B, 1, n,
         d]: of the prompts' last tokens."""
         self.acceptance.begin(works)
@@ -166,7 +167,7 @@ class Passes:
         if self.drafter is not None:
             self.drafter.join(work.row, work.ids[:text])
 
-    def read(self, work: PagedWork, start: int, end: int, last: bool) -> torch.Tensor | None:
+    def read(self, work: PagedWork, start: int, end: int, last: bool) -> Logits | None:
         """Run tokens start … end − 1 of a row's text; returns the logits [B, 1, vocab], right in that row, after the
         last if wanted. Raises OutOfPages before it runs anything."""
         b, row = work.row, slice(work.row, work.row + 1)
@@ -183,6 +184,7 @@ class Passes:
             chunk=BLOCK,
             return_streams=self.wants_streams,
             prompt=True,
+            whole=False,
         )
         logits, streams = out if self.wants_streams else (out, None)
         if self.wants_streams:
@@ -193,7 +195,7 @@ class Passes:
                 self.drafter.prefilled(self._alone(b, behind[:-1])[0], following, counts)
         return logits
 
-    def read_chunks(self, works: Sequence[PagedWork], ends: Sequence[int], last: bool) -> torch.Tensor | None:
+    def read_chunks(self, works: Sequence[PagedWork], ends: Sequence[int], last: bool) -> Logits | None:
         """Run the prompts of several rows on to `ends`, as one batch where neighbouring rows begin at one position: the
         model reads prompts in chunks. Returns logits [B, 1, vocab], right in these rows, if wanted. Raises OutOfPages
         before it runs anything."""
@@ -203,7 +205,8 @@ class Passes:
             self.cache.make_room(slice(work.row, work.row + 1), end - start)
             pieces[work.row], counts[work.row] = torch.tensor(work.ids[start:end]), end - start
         ids = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True)
-        return self.model.append(ids, self.cache, n_new=counts, logits="last" if last else "none", prompt=True)
+        wanted = "last" if last else "none"
+        return self.model.append(ids, self.cache, n_new=counts, logits=wanted, prompt=True, whole=False)
 
     def behind(self, work: PagedWork) -> torch.Tensor | None:
         """Streams [B, 1, n, d] of the last token of a row's text, which are then forgotten; None if nobody wants

@@ -15,7 +15,7 @@ from dsv4.engine.passes import Passes
 from dsv4.engine.state import Generation, Work
 from dsv4.errors import InputError, RoundError
 from dsv4.model.causal import CausalLM
-from dsv4.model.cut_logits import Logits
+from dsv4.model.cut_values import Logits
 from dsv4.runtime.graph import DecodeGraph
 from dsv4.sampling import sample
 from dsv4.speculation.captured import Steps

@@ -12,7 +12,7 @@ from dsv4.errors import InputError
 from dsv4.kernels.dispatch import DispatchLedger
 from dsv4.kernels.replacing import replacements_of
 from dsv4.model.arguments import check_cache, check_chunk, check_ids, check_logits, check_room, check_tokens, new_counts
-from dsv4.model.cut_logits import Logits, cut
+from dsv4.model.cut_values import Logits, cut
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
 from dsv4.model.ranks import ALONE, Ranks
@@ -178,7 +178,7 @@ class CausalLM(Module):
         with "none", None. Positions that were not run hold NaN. With return_streams, also the streams before the head
         [B, T, *stream_shape]. prompt: whether the tokens are (part of) a prompt; for a prompt GQA models read the whole
         cache, even if decoding has a policy. None: if a row has more than 16. whole: False leaves logits of several
-        ranks cut (`dsv4.model.cut_logits.CutLogits`), for those who only choose tokens.
+        ranks cut (`dsv4.model.cut_values.CutValues`), for those who only choose tokens.
 
         Raises InputError for ids outside the vocabulary, ContextOverrun when a row would exceed
         max_context, and InputError for arguments of other types or shapes and a cache that was made for another

@@ -30,7 +30,7 @@ from dsv4.model.arguments import (
 from dsv4.model.block import Block, HyperHead, merged
 from dsv4.model.causal import CausalLM, Collector, uniform_pieces
 from dsv4.model.config import ModelConfig
-from dsv4.model.cut_logits import Logits
+from dsv4.model.cut_values import Logits
 from dsv4.model.linear import RMSNorm
 from dsv4.model.module import Module, fuses
 from dsv4.model.mtp import MTPBlock

@@ -10,6 +10,7 @@ experts may all be on one rank, but matrices stay large where there are many ran
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -125,7 +126,7 @@ class Ranks:
         missing = -(-n // self.size) - x.shape[dim]
         if missing:
             x = torch.cat((x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])), dim)
-        return torch.cat(list(self._gathered(x)), dim).narrow(dim, 0, n)
+        return torch.cat(list(self.gathered(x)), dim).narrow(dim, 0, n)
 
     def argmax(self, own: torch.Tensor, n: int) -> torch.Tensor:
         """own fp32 [..., part] of `slots(n)` of every rank → int64 [...]: torch.argmax of all n, so of equal values
@@ -137,13 +138,21 @@ class Ranks:
             value = own.new_full(own.shape[:-1], float("-inf"))
             place = torch.zeros_like(value, dtype=torch.int64)
         best = torch.stack((value.view(torch.int32), (place + part.start).to(torch.int32)), -1)
-        values, places = torch.stack(list(self._gathered(best))).unbind(-1)
+        values, places = torch.stack(list(self.gathered(best))).unbind(-1)
         first = values.view(torch.float32).argmax(0, keepdim=True)  # ranks are in the order of their parts
         return places.gather(0, first).squeeze(0).long()
 
+    def gathered(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """x of every rank, in their order; each rank gives the same shape and dtype."""
+        return (x,) if self.size == 1 else self._exchanging().all_gather(x.contiguous())
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        """The sums of x fp64 [...] from the first rank to each, fp64 [ranks, ...]: the last is that of all."""
+        return torch.stack(list(accumulate(self.gathered(x))))
+
     def every(self, flags: torch.Tensor) -> torch.Tensor:
         """flags bool [...] → whether they are true on every rank."""
-        return flags if self.size == 1 else torch.stack(list(self._gathered(flags))).all(0)
+        return flags if self.size == 1 else torch.stack(list(self.gathered(flags))).all(0)
 
     def of_all_heads(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H, D] of this rank's heads, as many as every rank has → [..., all heads, D]."""
@@ -160,7 +169,7 @@ class Ranks:
         if x.device.type != "cpu":
             self._exchanging().note(x.contiguous(), what)
             return
-        parts = self._gathered(x)
+        parts = self.gathered(x)
         for rank, other in enumerate(parts):
             if not torch.equal(other, x):
                 at = int((other != x).flatten().nonzero()[0])
@@ -182,9 +191,6 @@ class Ranks:
                 f"rank {self.rank} of {self.size} had another {what} than others; all ranks were to compute the same: "
                 "nothing they say can be used"
             )
-
-    def _gathered(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        return self._exchanging().all_gather(x.contiguous())
 
     def _exchanging(self) -> Group:
         if self.group is None:

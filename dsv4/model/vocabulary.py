@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dsv4.cache.host_tier.memory import HostBuffer, PinnedMemoryError
-from dsv4.model.cut_logits import CutLogits, Logits
+from dsv4.model.cut_values import CutValues, Logits
 from dsv4.model.linear import Linear, Storage, parameter
 from dsv4.model.module import Module
 from dsv4.model.numerics import Numerics
@@ -75,4 +75,4 @@ class Head(Linear):
 
     def own(self, y: torch.Tensor) -> Logits:
         """`forward`, of which each of several ranks keeps its part: to choose a token from."""
-        return self(y) if self.ranks.size == 1 else CutLogits(super().forward(y, exact=True), self.ranks, self.vocab)
+        return self(y) if self.ranks.size == 1 else CutValues(super().forward(y, exact=True), self.ranks, self.vocab)

@@ -9,7 +9,7 @@ from dsv4.errors import ContextOverrun, InputError
 from dsv4.model.arguments import check_cache, check_whole
 from dsv4.model.causal import CausalLM, captures
 from dsv4.model.causal import capacity as capacity  # its old place, until 0.4
-from dsv4.model.cut_logits import Logits, whole
+from dsv4.model.cut_values import Logits, whole
 from dsv4.model.mtp import run_block
 from dsv4.model.step import CapturedStep
 from dsv4.runtime.capture import capturing
@@ -44,7 +44,7 @@ class DecodeGraph:
     captured (`captures`), the step runs without a graph.
 
     ids int64 [batch, tokens], start int64 [batch] and logits fp32 [batch, tokens, vocab] are the graph's own tensors.
-    whole: False leaves logits of several ranks cut (`CutLogits`), for those who only choose tokens.
+    whole: False leaves logits of several ranks cut (`CutValues`), for those who only choose tokens.
     """
 
     def __init__(self, model: CausalLM, cache: Cache, tokens: int = 1, whole: bool = True):

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.model.cut_logits import Logits
+from dsv4.model.cut_values import CutValues, Logits, Values, in_parts
+from dsv4.sampling import draw
 
 
 class Accepted(NamedTuple):
@@ -43,8 +44,8 @@ def accept_chosen(chosen: torch.Tensor, drafts: torch.Tensor, sizes: torch.Tenso
 
 
 def accept_sampled(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
+    p: Values,
+    q: Values | None,
     drafts: torch.Tensor,
     sizes: torch.Tensor,
     u: torch.Tensor,
@@ -54,29 +55,35 @@ def accept_sampled(
 
     p [B, W + 1, V]: target probabilities after the last token and after each draft. q [B, W, V]: those that the drafts
     were drawn from; None if they were chosen, so that q is 1 at the draft. drafts int64 [B, W], sizes int64 [B]. u [B,
-    W] and u_last [B]:
-    uniform in [0, 1), independent of the drafts. Places beyond a row's size may hold anything, NaN included.
+    W] and u_last [B]: uniform in [0, 1), independent of the drafts. Places beyond a row's size may hold anything, NaN
+    included.
+
+    Of several ranks that whose part has a draft decides whether it stays, and the residual is drawn from as p is: a
+    rank sends a byte for each draft, and 24 for each row.
     """
-    B, W = drafts.shape
-    at = drafts.unsqueeze(-1)
-    px = p[:, :W].gather(-1, at).squeeze(-1)
-    qx = torch.ones_like(px) if q is None else q.gather(-1, at).squeeze(-1)
-    count = _prefix(u * qx < px, sizes)  # strict: a draft of target probability 0 never stays, even at u = 0
-    last = p[torch.arange(B, device=p.device), count]
+    target, proposal = in_parts(p), None if q is None else in_parts(q)
+    (B, W), row = drafts.shape, torch.arange(len(drafts), device=drafts.device)
+    count = _prefix(_stays(target[:, :W], proposal, drafts, u), sizes)
+    last = target[row, count]
     if W:
-        rejected, place = count < sizes, count.clamp(max=W - 1).view(B, 1, 1)
-        taken = at.gather(1, place).squeeze(1)
-        drawn = (
-            torch.zeros_like(last).scatter_(-1, taken, 1.0)
-            if q is None
-            else q.gather(1, place.expand(B, 1, q.shape[-1])).squeeze(1)
-        )
-        residual = (last - drawn).clamp(min=0)
+        place = count.clamp(max=W - 1)
+        drawn = last.indicator(drafts[row, place]) if proposal is None else proposal[row, place]
+        residual = last.map(lambda p, q: (p - q).clamp(min=0), drawn)
         # if p = q up to rounding, nothing is left; the rejection was rounding too, and p itself is right
-        rejected = rejected & (residual.sum(-1) > 0)
-        last = torch.where(rejected.unsqueeze(-1), residual, last)
+        rejected = ((count < sizes) & (residual.sum() > 0)).unsqueeze(-1)
+        last = last.map(lambda p, left: torch.where(rejected, left, p), residual)
     tokens = torch.cat((drafts, drafts.new_zeros(B, 1)), 1)
     return Accepted(count, tokens.scatter(1, count.unsqueeze(1), draw(last, u_last).unsqueeze(1)))
+
+
+def _stays(p: CutValues, q: CutValues | None, drafts: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Whether each of drafts [B, W] would stay by itself: bool [B, W]. p and q of a draft are on one rank."""
+    if not drafts.numel():  # ranks have nothing to exchange
+        return drafts.bool()
+    px = p.at(drafts)
+    qx = torch.ones_like(px) if q is None else q.at(drafts)
+    # strict: a draft of target probability 0 never stays, even at u = 0
+    return p.ranks.every(~p.mine(drafts) | (u * qx < px))
 
 
 def accept_drawn(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[int]:
@@ -89,15 +96,6 @@ def accept_drawn(drafts: Sequence[int], draw: Callable[[int], int]) -> Iterator[
         if token != draft:
             return
     yield draw(len(drafts))
-
-
-def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Token ids int64 [...] from weights [..., V] ≥ 0 (not all 0) by inverting their sum at u [...] in [0, 1). Never
-    one of weight 0."""
-    sums = weights.double().cumsum(-1)
-    total = sums[..., -1:]
-    at = torch.minimum(u.double().unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(sums, at, right=True).squeeze(-1)
 
 
 def _prefix(good: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

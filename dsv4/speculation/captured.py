@@ -15,7 +15,7 @@ from dsv4.cache.cache import Cache, Lengths
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paged_view import PagedView
 from dsv4.model.causal import CausalLM
-from dsv4.model.cut_logits import Logits
+from dsv4.model.cut_values import Logits
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
 from dsv4.sending import sent
 from dsv4.speculation.passes import Append

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4.model.cut_logits import Logits
-from dsv4.sampling import Sampling, distribution
-from dsv4.speculation.accept import Accepted, accept_chosen, accept_greedy, accept_sampled, draw
+from dsv4.model.cut_values import Logits, Values
+from dsv4.sampling import Sampling, distribution, draw
+from dsv4.speculation.accept import Accepted, accept_chosen, accept_greedy, accept_sampled
 from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 
 
@@ -23,13 +23,13 @@ class Choice(ABC):
         """The choice of decoding without drafts, int64 [B, W], from logits fp32 [B, W, V]."""
 
     @abstractmethod
-    def draft(self, logits: Logits, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def draft(self, logits: Logits, at: torch.Tensor) -> tuple[torch.Tensor, Values | None]:
         """Drafts int64 [B] from a drafting model's logits fp32 [B, V], and the distribution they were drawn from fp32
         [B, V]; None if they were chosen."""
 
     @abstractmethod
     def accept(
-        self, logits: Logits, drafts: torch.Tensor, q: torch.Tensor | None, sizes: torch.Tensor, at: torch.Tensor
+        self, logits: Logits, drafts: torch.Tensor, q: Values | None, sizes: torch.Tensor, at: torch.Tensor
     ) -> Accepted:
         """logits fp32 [B, W + 1, V] after the last token and after each draft; drafts int64 [B, W]; q [B, W, V] as
         `draft` gave it;

@@ -11,6 +11,7 @@ from dsv4.cache.cache import Cache, Lengths
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_values import Values, stacked_along
 from dsv4.model.deepseek_v4 import Model
 from dsv4.model.mtp import run_block
 from dsv4.speculation.choosing import Choice, Greedy
@@ -26,7 +27,7 @@ class Drafted(NamedTuple):
     """tokens int64 [B, D]; q fp32 [B, D, V]: what they were drawn from; None if they were chosen."""
 
     tokens: torch.Tensor
-    q: torch.Tensor | None = None
+    q: Values | None = None
 
 
 class RoundDrafter(ABC):
@@ -130,7 +131,7 @@ class MTPDrafts(RoundDrafter):
             token, q = self.choice.draft(self.model.head.own(features), start + (j + 1))
             tokens.append(token)
             drawn_from += [] if q is None else [q]
-        return Drafted(torch.stack(tokens, 1), torch.stack(drawn_from, 1) if drawn_from else None)
+        return Drafted(torch.stack(tokens, 1), stacked_along(drawn_from, 1) if drawn_from else None)
 
     def update(self, streams, chosen, count, start):
         """Run the block over the verified tokens. It then stands after the last token that counts. Other rows do not

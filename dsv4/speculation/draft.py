@@ -12,7 +12,7 @@ import torch
 from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.model.causal import CausalLM, captures
-from dsv4.model.cut_logits import Logits
+from dsv4.model.cut_values import Logits, Values
 from dsv4.sending import sent
 from dsv4.speculation.captured import CapturedBlock
 
@@ -23,12 +23,12 @@ class Drafts(NamedTuple):
 
     tokens: torch.Tensor
     sizes: list[int]
-    q: torch.Tensor | None
+    q: Values | None
     steps: list[int]
 
 
 # logits fp32 [M, V] of row indices [M] → (token ids int64 [M], q [M, V] or None)
-Choose = Callable[[Logits, list[int]], tuple[torch.Tensor, torch.Tensor | None]]
+Choose = Callable[[Logits, list[int]], tuple[torch.Tensor, Values | None]]
 
 
 class Drafter(ABC):

@@ -7,7 +7,7 @@ import torch
 from dsv4.cache.cache import Cache
 from dsv4.kernels.quantize.kept import keeping
 from dsv4.model.causal import CausalLM
-from dsv4.model.cut_logits import Logits, joined_along
+from dsv4.model.cut_values import Logits, joined_along
 
 
 class Verify(Protocol):

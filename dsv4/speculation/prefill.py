@@ -7,6 +7,7 @@ import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.model.causal import CausalLM
+from dsv4.model.cut_values import Logits
 
 OnStreams = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
@@ -18,13 +19,13 @@ def prefill(
     on_streams: OnStreams | None = None,
     on_prefill: Callable[[int, int], None] | None = None,
     chunk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Logits, torch.Tensor | None]:
     """Append the prompts to an empty cache in pieces of `chunk` tokens, by default `model.chunk`.
 
     on_streams(streams [B, T, n, d], next ids int64 [B, T], counts): the main model's streams of a piece, the token
     after each, and for how many positions of each row that token is known (after a prompt's last token it is not).
-    on_prefill(done, total). Returns the logits [B, 1, vocab] of each row's last token and, if on_streams is given, its
-    streams [B, 1, n, d].
+    on_prefill(done, total). Returns the logits [B, 1, vocab] of each row's last token, of several ranks each its own,
+    and, if on_streams is given, its streams [B, 1, n, d].
     """
     lengths, chunk = [len(row) for row in prompts], chunk or model.chunk
     longest, held, logits = max(lengths), None, None
@@ -39,6 +40,7 @@ def prefill(
             logits="last" if ending else "none",
             return_streams=on_streams is not None,
             prompt=True,
+            whole=False,
         )
         fresh, streams = out if on_streams is not None else (out, None)
         if ending:

@@ -31,7 +31,7 @@ from dsv4.cache.cache import Cache
 from dsv4.errors import InputError
 from dsv4.kernels.commit_rows import commit, next_sizes
 from dsv4.model.causal import CausalLM
-from dsv4.model.cut_logits import Logits
+from dsv4.model.cut_values import Logits
 from dsv4.model.step import CapturedStep
 from dsv4.speculation.accept import Accepted
 from dsv4.speculation.choosing import Choice, Greedy

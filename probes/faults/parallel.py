@@ -8,7 +8,7 @@ from dsv4.loaders.cuts import Cut
 from dsv4.loaders.load import Inventory
 from dsv4.model import together
 from dsv4.model.attention import GroupedLinear, WindowAttention
-from dsv4.model.cut_logits import whole
+from dsv4.model.cut_values import whole
 from dsv4.model.moe import Experts, MoE, SharedExpert
 from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.vocabulary import Embedding
@@ -104,7 +104,7 @@ def each_rank_begins_a_sum_with_its_own_part(site: Site) -> None:
     """Sums over ranks are taken in another order on each, so their last bits differ."""
 
     def total(ranks, x):
-        parts = list(ranks._gathered(x))
+        parts = list(ranks.gathered(x))
         return sum(parts[ranks.rank :] + parts[: ranks.rank], torch.zeros_like(x))
 
     for owner in (WindowAttention, MoE):
@@ -117,7 +117,7 @@ def sums_read_what_other_ranks_gave_before(site: Site) -> None:
     for."""
 
     def total(ranks, x):
-        now, held = ranks._gathered(x), ranks.group.__dict__.setdefault("held", {})
+        now, held = ranks.gathered(x), ranks.group.__dict__.setdefault("held", {})
         before = held.get(x.shape, now)
         held[x.shape] = now
         return sum(x if r == ranks.rank else part for r, part in enumerate(before))

@@ -30,6 +30,7 @@ def kept(change):
         p = real(logits, replace(sampling, top_p=1.0))
         if sampling.top_p == 1:
             return p
+        p = p / p.sum(-1, keepdim=True)
         ordered, index = p.sort(dim=-1, descending=True, stable=True)
         return torch.zeros_like(p).scatter_(-1, index, ordered * change(ordered, ordered.cumsum(-1), sampling.top_p))
 
@@ -77,6 +78,7 @@ def top_p_of_the_least_likely(site: Site) -> None:
         p = real(logits, replace(s, top_p=1.0))
         if s.top_p == 1:
             return p
+        p = p / p.sum(-1, keepdim=True)
         ordered, index = p.sort(dim=-1, stable=True)
         return torch.zeros_like(p).scatter_(-1, index, ordered * (ordered.cumsum(-1) - ordered < s.top_p))
 

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from dsv4.kernels.cache_rows import PackedRows
-from dsv4.model.cut_logits import finite
+from dsv4.model.cut_values import finite
 from scripts.bench.timing import Machine, device_kernels, percentile
 from scripts.bench.waits import counted_syncs
 

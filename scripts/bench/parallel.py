@@ -12,7 +12,7 @@ import torch
 from dsv4.errors import CapacityError
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
-from dsv4.model.cut_logits import finite
+from dsv4.model.cut_values import finite
 from dsv4.model.ranks import Ranks, in_order
 from dsv4.runtime.capture import capturing
 from dsv4.speculation import Static, on_device

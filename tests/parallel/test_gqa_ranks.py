@@ -11,7 +11,9 @@ import torch
 from dsv4.cache.host_tier.choice import HostMemory
 from dsv4.cache.host_tier.planning import brought_layers, grouped_plan
 from dsv4.cache.streams import LayerStreams
-from dsv4.engine.generate import generate, generate_speculative
+from dsv4.engine import BatchEngine, Request
+from dsv4.engine.batch import REWIND
+from dsv4.engine.generate import generate, generate_on_device, generate_speculative
 from dsv4.errors import InputError
 from dsv4.kernels.block_choice import Policy
 from dsv4.kernels.chunked_prefill import Chunking
@@ -177,21 +179,32 @@ def whole_token_bytes(model) -> int:
     return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 4
 
 
-def test_texts_are_equal(whole, models):
-    """Greedy, sampled and drafted."""
+def test_texts_are_equal(whole, models, monkeypatch):
+    """Greedy, sampled and drafted, by itself, in rounds and in a batch; no rank joins logits for them."""
     prompt = ids(1, 40)[0].tolist() * 2
 
-    def texts(model):
+    def batch(model, sampling):
+        cache, results = paged(model, 2, 128, max_rewind=REWIND), {}
+        engine = BatchEngine(model, cache, drafter=LookupDrafter(), on_result=lambda r: results.setdefault(r.id, r))
+        for name, n in (("long", 80), ("short", 30), ("third", 50)):
+            engine.submit(Request(name, tuple(prompt[:n]), 8, sampling=sampling))
+        engine.run()
+        return {name: r.token_ids for name, r in results.items()}
+
+    def texts(model, sampling):
         model.attention = Attention()
         return (
-            generate(model, prompt, 24).token_ids,
-            generate(model, prompt, 24, Sampling(temperature=0.8, seed=5)).token_ids,
-            generate_speculative(model, [prompt], 24, LookupDrafter())[0].token_ids,
+            generate(model, prompt, 24, sampling).token_ids,
+            generate_speculative(model, [prompt], 24, LookupDrafter(), sampling)[0].token_ids,
+            generate_on_device(model, [prompt], 24, LookupDrafter(), sampling)[0].token_ids,
+            batch(model, sampling),
         )
 
-    wanted = texts(whole)
-    assert wanted[0] == wanted[2] != wanted[1]
-    assert all(found == wanted for found in run(models, texts))
+    samplings = Sampling(), Sampling(0.8, 1.0, 5), Sampling(0.8, 0.9, 5)
+    wanted = [texts(whole, sampling) for sampling in samplings]
+    assert wanted[0][0] == wanted[0][1] == wanted[0][2] != wanted[1][0] != wanted[2][0]
+    monkeypatch.setattr(Ranks, "joined", lambda *given: pytest.fail("logits were joined"))
+    assert all(found == wanted for found in run(models, lambda model: [texts(model, s) for s in samplings]))
 
 
 def test_all_parts_of_all_ranks_are_the_checkpoint(whole, models):

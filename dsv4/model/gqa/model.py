@@ -14,7 +14,7 @@ from dsv4.kernels.operations import GQA_OPERATIONS
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.loaders.cuts import Cut
 from dsv4.model.causal import CausalLM
-from dsv4.model.cut_logits import Logits, cut, whole
+from dsv4.model.cut_values import Logits, cut, whole
 from dsv4.model.gqa.attention import SelfAttention
 from dsv4.model.gqa.cache import GroupedCache, LayerRows
 from dsv4.model.gqa.choice import Attention

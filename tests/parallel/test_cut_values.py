@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.cache.paged import new_paged_cache
+from dsv4.engine import BatchEngine, Request
 from dsv4.engine.acceptance import read
+from dsv4.engine.batch import REWIND
 from dsv4.engine.generate import generate, generate_speculative
-from dsv4.model.cut_logits import CutLogits, cut, finite, joined_along, whole
+from dsv4.model.cut_values import CutValues, cut, finite, joined_along, whole
 from dsv4.model.load import load_model
 from dsv4.model.ranks import Ranks
 from dsv4.parallel.threads import together
@@ -87,7 +90,7 @@ def test_they_are_shaped_as_a_tensor_of_logits():
         return whole(pair[[2, 0]])
 
     assert torch.equal(of_all(4, logits, shaped), logits.view(3, 2, 10)[[2, 0]])
-    assert isinstance(together(2, lambda ranks: part_of(logits, ranks))[0], CutLogits)
+    assert isinstance(together(2, lambda ranks: part_of(logits, ranks))[0], CutValues)
     assert together(1, lambda ranks: part_of(logits, ranks))[0].equal(logits)
     found, beside = together(2, lambda ranks: read(part_of(logits.view(3, 2, 10), ranks)))[1]
     assert [row.best for row in found] == logits.view(3, 2, 10).argmax(-1).tolist() and beside == [[]] * 3
@@ -112,7 +115,7 @@ PROMPT = torch.randint(3, 4000, (40,), generator=torch.Generator().manual_seed(0
 def steps(model):
     """Greedy tokens of captured steps, which run uncaptured on a CPU."""
     cache = model.new_cache(1, 64)
-    logits = model.append(torch.tensor([PROMPT]), cache, logits="last")
+    logits = model.append(torch.tensor([PROMPT]), cache, logits="last", whole=False)
     graph, said = DecodeGraph(model, cache, whole=False), []
     for left in reversed(range(12)):
         tokens, logits = graph.greedy(logits, left > 0)
@@ -128,31 +131,51 @@ def rounds(model, sampling=Sampling(), drafter=MTPDrafter()):
     return Rounds(model, cache, most, tokens, on, [14, 9], (), policy, choice=choice).run()
 
 
+SAMPLINGS = (Sampling(0.8, 1.0, 3), Sampling(0.8, 0.9, 4))
+
+
+def served(model, sampling, drafter):
+    """Three requests in two rows on pages, drafted for."""
+    results = {}
+    cache = new_paged_cache(model, 2, 128, max_rewind=REWIND)
+    engine = BatchEngine(model, cache, drafter=drafter, on_result=lambda r: results.setdefault(r.id, r))
+    for n, tokens in ((40, 5), (17, 3), (25, 4)):
+        engine.submit(Request(str(n), tuple(PROMPT[:n]), tokens, sampling=sampling))
+    engine.run()
+    return {name: (r.token_ids, r.error) for name, r in results.items()}
+
+
+def drafted(model, sampling, drafter):
+    return [out.token_ids for out in generate_speculative(model, [PROMPT, PROMPT[:17]], 12, drafter, sampling)]
+
+
+def of_both(way):
+    """way(model, sampling) of each of SAMPLINGS."""
+    return lambda model: [way(model, sampling) for sampling in SAMPLINGS]
+
+
 WAYS = {
     "appended": lambda model: generate(model, PROMPT, 12).token_ids,
     "captured steps": steps,
-    "sampled": lambda model: generate(model, PROMPT, 12, Sampling(0.8, 0.95, 3)).token_ids,
+    "sampled": of_both(lambda model, s: generate(model, PROMPT, 12, s).token_ids),
     "drafts of the block": lambda model: generate_speculative(model, [PROMPT], 12, MTPDrafter())[0].token_ids,
     "drafts of the text": lambda model: generate_speculative(model, [PROMPT], 12, LookupDrafter())[0].token_ids,
+    "sampled drafts of the block": of_both(lambda model, s: drafted(model, s, MTPDrafter())),
+    "sampled drafts of the text": of_both(lambda model, s: drafted(model, s, LookupDrafter(2, 1))),
     "rounds": rounds,
-    "sampled rounds": lambda model: rounds(model, Sampling(0.8, 0.95, 3)),
+    "sampled rounds": of_both(rounds),
+    "sampled rounds, drafts of the text": of_both(lambda model, s: rounds(model, s, LookupDrafter(2, 1))),
+    "a batch": lambda model: served(model, Sampling(), MTPDrafter()),
+    "a sampled batch, drafts of the block": of_both(lambda model, s: served(model, s, MTPDrafter())),
+    "a sampled batch, drafts of the text": of_both(lambda model, s: served(model, s, LookupDrafter(2, 1))),
 }
-GREEDY = [name for name in WAYS if "sampled" not in name]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_decode_says_what_one_process_says(alone, models, way):
+def test_every_way_to_decode_says_what_one_process_says_and_joins_no_logits(alone, models, monkeypatch, way):
     wanted = WAYS[way](alone)
+    monkeypatch.setattr(Ranks, "joined", lambda *given: pytest.fail("logits were joined"))
     assert all(said == wanted for said in run(models, WAYS[way]))
-
-
-@pytest.mark.parametrize("way", GREEDY)
-def test_greedily_ranks_join_the_logits_after_a_prompt_alone(models, monkeypatch, way):
-    real, calls = Ranks.joined, []
-    monkeypatch.setattr(Ranks, "joined", lambda ranks, x, n: calls.append(len(x)) or real(ranks, x, n))
-    run(models, WAYS[way])
-    prompts = 2 if way == "rounds" else 1
-    assert sum(calls) == prompts * len(models)
 
 
 def test_a_greedy_step_sends_eight_bytes_a_row_for_its_token(models):
