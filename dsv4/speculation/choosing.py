@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from dsv4.model.cut_values import Logits, Values
-from dsv4.sampling import Sampling, distribution, draw
+from dsv4.sampling import Sampling, distribution, draw, weights
 from dsv4.speculation.accept import Accepted, accept_chosen, accept_greedy, accept_sampled
 from dsv4.speculation.noise import DRAFT, KEEP, OWN, row_seeds, uniforms
 
@@ -66,7 +66,7 @@ class Sampled(Choice):
         self.seeds.copy_(other.seeds)
 
     def own(self, logits, at):
-        return draw(distribution(logits, self.sampling), self._noise(at, logits.shape[1], OWN))
+        return draw(weights(logits, self.sampling), self._noise(at, logits.shape[1], OWN))
 
     def draft(self, logits, at):
         q = distribution(logits, self.sampling)

@@ -20,6 +20,7 @@ from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
 from dsv4.probes.scenes import shared_model
 from dsv4.probes.scenes.control import attempted_all, chance_of
+from dsv4.probes.scenes.drawn_tokens import drawn_tokens
 from dsv4.probes.scenes.shared_model import SAME, Log, choosing, on_ranks, watched
 from dsv4.probes.subject import Subject
 from dsv4.sampling import Sampling
@@ -77,9 +78,10 @@ class Parallel(Probe):
         ids = tokens(subject, TOKENS + 2 * DECODED, self.seed, 2)
         log: Log = {}
         with watched(whole, log):
-            served(whole, ids)
+            wanted = served(whole, ids)
         yield from taken_apart(models, log, ids, where)
-        yield from answers(whole, models, ids, subject.numerics, where)
+        yield from answers(wanted, models, ids, subject.numerics, where)
+        yield from drawn_tokens(wanted[0][1][0].float(), len(models), self.seed, where)
         yield from texts(whole, models, ids[0, :TOKENS].tolist(), subject.numerics, where)
 
 
@@ -252,9 +254,9 @@ def alike(results: Sequence[torch.Tensor], where: str, part: str) -> Check:
     )
 
 
-def answers(whole, models: Sequence, ids: torch.Tensor, numerics: str, where: str) -> Iterator[Check]:
-    """Logits of ranks that go by themselves."""
-    wanted, found = served(whole, ids), on_ranks(models, lambda model: served(model, ids))
+def answers(wanted: list, models: Sequence, ids: torch.Tensor, numerics: str, where: str) -> Iterator[Check]:
+    """Logits of ranks that go by themselves. wanted: what the whole model `served`."""
+    found = on_ranks(models, lambda model: served(model, ids))
     for i, (what, logits) in enumerate(wanted):
         own = [logits_of[i][1] for logits_of in found]
         about = dict(where=f"{where}, {what}", part="parallel, logits")

@@ -1,14 +1,12 @@
-"""Sections 1.2, 1.7, 1.9, 1.11 and 1.20: several ranks that hold one model together."""
+"""Sections 1.2, 1.5, 1.7, 1.9 and 1.11: several ranks that hold one model together."""
 
 import torch
 import torch.nn.functional as F
 
-from dsv4.engine.steppers import SingleTokens
 from dsv4.loaders.cuts import Cut
 from dsv4.loaders.load import Inventory
 from dsv4.model import together
 from dsv4.model.attention import GroupedLinear, WindowAttention
-from dsv4.model.cut_values import whole
 from dsv4.model.moe import Experts, MoE, SharedExpert
 from dsv4.model.ranks import ALONE, Ranks
 from dsv4.model.vocabulary import Embedding
@@ -348,29 +346,3 @@ def one_rank_is_given_another_token(site: Site) -> None:
         return real(embedding, (ids + moved) % embedding.part.whole)
 
     real = site.patch(Embedding, "forward", forward)
-
-
-@mutation("1.20", bugs=(), parts=("tokens of ranks",), **RANKS)
-def each_rank_draws_by_another_seed(site: Site) -> None:
-    """Ranks add their number to the seed, and go on with different tokens."""
-
-    def prepare(stepper):
-        for row in stepper.rows:
-            row.generator.manual_seed(row.request.sampling.seed + stepper.model.ranks.rank)
-        real(stepper)
-
-    real = site.patch(SingleTokens, "prepare", prepare)
-
-
-@mutation("1.20", bugs=(), parts=("tokens of ranks",), **RANKS)
-def one_rank_chooses_the_second_best_token(site: Site) -> None:
-    """Ranks are not asked whether they run the same token, and rank 1 goes on with another one than the others."""
-    site.patch(Ranks, "same", lambda ranks, x, what: None)
-
-    def give(stepper, logits):
-        logits = whole(logits)
-        if stepper.model.ranks.rank == 1:
-            logits = logits.scatter(-1, logits.argmax(-1, keepdim=True), float("-inf"))
-        return real(stepper, logits)
-
-    real = site.patch(SingleTokens, "_give", give)

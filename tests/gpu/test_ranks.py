@@ -100,9 +100,42 @@ for made, want in zip(found, right, strict=True):
 print("equal", flush=True)
 """
 
+# draws and drafts that stay, of parts of the vocabulary, at once and in a graph, against one GPU that has all logits
+DRAWS = """
+import torch
+from dsv4.model.cut_values import cut, stacked_along
+from dsv4.parallel.processes import join
+from dsv4.sampling import Sampling
+from dsv4.speculation.choosing import choice_of
 
-@pytest.mark.parametrize("script, said", [(EXCHANGES, "RanksDisagree"), (DEFERRED, "equal")], ids=["sums", "deferred"])
-def test_exchanges_have_the_bits_of_sums_in_order(script, said):
+ranks, V, B = join("cuda"), 129280, 6
+target = 3 * torch.randn(B, 3, V, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+target[0] = target[0].round()  # many equal logits
+proposal = target.roll(1, 0)[:, :2].contiguous()
+mine, at = ranks.slots(V), torch.arange(B, device="cuda")
+part = lambda x: cut(x[..., mine.start : mine.stop].contiguous(), ranks, V)
+def chosen(choice, target, proposal):
+    drafts, q = zip(*(choice.draft(proposal[:, i], at + i) for i in range(2)))
+    count, tokens = choice.accept(target, torch.stack(drafts, 1), stacked_along(list(q), 1), at * 0 + 2, at)
+    stays = torch.arange(3, device="cuda") <= count.unsqueeze(1)
+    return torch.cat((choice.own(target, at), torch.stack(drafts, 1), tokens.where(stays, -1)), 1)
+for top_p in (1.0, 0.9):
+    choice = choice_of(Sampling(0.8, top_p, 3), B, "cuda")
+    wanted, own = chosen(choice, target, proposal), (part(target), part(proposal))
+    assert torch.equal(chosen(choice, *own), wanted), top_p
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
+        found = chosen(choice, *own)
+    for i in range(200):
+        graph.replay()
+    assert torch.equal(found, wanted), top_p
+print("equal", flush=True)
+"""
+SCRIPTS = {"sums": (EXCHANGES, "RanksDisagree"), "deferred": (DEFERRED, "equal"), "draws": (DRAWS, "equal")}
+
+
+@pytest.mark.parametrize("script, said", SCRIPTS.values(), ids=SCRIPTS)
+def test_exchanges_have_the_bits_of_one_gpu(script, said):
     runs = [
         start("-c", script, module=(), RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
               MASTER_ADDR="127.0.0.1", MASTER_PORT="29651")
@@ -112,7 +145,14 @@ def test_exchanges_have_the_bits_of_sums_in_order(script, said):
         assert code == 0 and out == f"{said}\n", err[-2000:]
 
 
-@pytest.mark.parametrize("way", [(), ("--speculate", "mtp")], ids=["plain", "drafts"])
+SAMPLED = ("--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
+
+
+@pytest.mark.parametrize(
+    "way",
+    [(), ("--speculate", "mtp"), SAMPLED, ("--speculate", "mtp", *SAMPLED)],
+    ids=["plain", "drafts", "sampled", "sampled drafts"],
+)
 @pytest.mark.parametrize("cut", [(), ("--expert-parallel",)], ids=["by width", "by expert"])
 def test_text_is_that_of_one_gpu(way, cut):
     asked = (*ASKED, "--numerics", "fp32", "--max-new-tokens", "64", "--json", *way)

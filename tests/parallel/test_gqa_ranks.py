@@ -272,7 +272,9 @@ def test_only_one_module_reads_the_config_s_numbers_of_heads():
 
 
 # Over 5 s: processes that import torch.
-@pytest.mark.parametrize("more", ["", "--attention page-bound --attention-tokens 64 --terminate"])
+@pytest.mark.parametrize(
+    "more", ["", "--attention page-bound --attention-tokens 64 --terminate --temperature 0.8 --top-p 0.9"]
+)
 def test_the_text_of_the_demo_is_that_of_one_process(more):
     prompt = ",".join(map(str, range(3, 303)))
     given = "generate", str(ROOT / "demo_gqa"), "--numerics", "fp32", "--token-ids", prompt

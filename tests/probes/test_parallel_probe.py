@@ -50,12 +50,15 @@ NAMED = {  # fault → the parts that are red, but those that follow
     "padding of the last shard wins": {"head"},
     "padding of the last shard is chosen": {"greedy text"},
     "tokens of another part are not masked": {"embedding"},
-    "each rank joins its own logits first": {"bits of head", "bits of logits", "tokens of ranks"},
+    "each rank joins its own logits first": {"bits of head", "bits of logits"},
     "selections of ranks are joined in reverse": {"selection", "heads and sinks"},
     "a rank keeps to its own selection": {"selection", "bits of selection", "heads and sinks"},
     "a replicated norm differs on one rank": {"replicated norms"},
     "one rank is given another token": {"tokens of ranks"},
     "each rank draws by another seed": {"tokens of ranks"},
+    "the last ranks sum is left out of the total": {"drawn tokens"},
+    "a rank takes its own sum for the total": {"drawn tokens"},
+    "top p is a share of a ranks own sum": {"drawn tokens"},
     "one rank chooses the second best token": {"tokens of ranks"},
 }
 BY_WIDTH = {name for name in NAMED if "w2 are another" in name or "up half" in name}
@@ -108,7 +111,10 @@ def test_ranks_are_green(ranks, numerics, backend, caches):
     assert {c.status for c in found} == {Status.PASS}, [c for c in found if c.status is not Status.PASS]
     parts = {c.part.removeprefix("parallel, ") for c in found}
     stages = {stage.name for stage in (*shared_model.STAGES, *shared_model.AROUND)}
-    assert stages | {"ledger", "replicated", "cut", "sum of MoE", "sum of attention", "tokens of ranks"} <= parts
+    assert (
+        stages | {"ledger", "replicated", "cut", "sum of MoE", "sum of attention", "tokens of ranks", "drawn tokens"}
+        <= parts
+    )
     assert {c.where.partition(",")[0] for c in found} == {"2 ranks", "2 ranks by width", "4 ranks"}
 
 
