@@ -9,6 +9,7 @@ import torch
 
 from dsv4 import sampling as rules
 from dsv4.engine import acceptance, generate, steppers
+from dsv4.model.cut_values import whole
 from dsv4.probes.compare import agreeing, tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
@@ -239,7 +240,7 @@ def text_of(subject: Subject, prompt: list[int], s: Setting, seed: int) -> Text:
 
     def watched(logits, sampling, generator):
         nonlocal wrong, alike
-        p = probabilities(logits, s.temperature)
+        p = probabilities(whole(logits), s.temperature)
         kept, token = kept_tokens(p, s.top_p + ALMOST), real(logits, sampling, generator)
         alike *= within(p, s.top_p).square().sum().item()
         wrong += token not in kept or (sampling.temperature, sampling.top_p) != (asked.temperature, asked.top_p)

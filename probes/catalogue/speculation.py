@@ -8,6 +8,7 @@ import torch
 
 from dsv4.engine.generate import generate_speculative
 from dsv4.model.causal import capacity, captures
+from dsv4.model.cut_values import whole
 from dsv4.probes.compare import tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
@@ -116,6 +117,7 @@ class Undrafted:
                 )
             else:
                 logits, streams = step(streams, ids, counts)
+                logits = whole(logits)
         rows |= {
             at: held
             for at, held in visible(self.subject, block, 0, 0, block.mtp_lengths[0]).items()
@@ -124,7 +126,7 @@ class Undrafted:
         found, streams = [logits[:, 0].clone()], streams[:, -1:]
         for _ in range(drafts - 1):
             logits, streams = step(streams, found[-1].argmax(-1).view(1, 1), [1])
-            found.append(logits[:, 0].clone())
+            found.append(whole(logits)[:, 0].clone())
         return rows, [logits.cpu() for logits in found]
 
 

@@ -9,6 +9,7 @@ import torch
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.engine.generate import generate_speculative
 from dsv4.model.causal import capacity
+from dsv4.model.cut_values import Logits, whole
 from dsv4.probes.compare import TOLERANCES, agreeing, token_errors, tokens
 from dsv4.probes.probe import Probe
 from dsv4.probes.result import Check, compare, vacuous
@@ -61,10 +62,10 @@ def places(subject: Subject, ids: torch.Tensor, length: int) -> Iterator[Check]:
         model.append(ids[:, :length], cache, logits="none")
     one, way = single(model, caches[0]), default(model, caches[1])
     given = ids[:, length:].to(model.device)
-    wanted = torch.cat([one(given[:, t : t + 1], [1], False)[0].cpu().clone() for t in range(given.shape[1])], 1)
+    wanted = torch.cat([whole(one(given[:, t : t + 1], [1], False)[0]).cpu().clone() for t in range(given.shape[1])], 1)
     for drafts in PASSES:
         found, _ = way(given[:, : drafts + 1], [drafts + 1], False)
-        found = found[:, : drafts + 1].cpu().clone()
+        found = whole(found)[:, : drafts + 1].cpu().clone()
         caches[1].rewind(caches[1].lengths[0] - length)
         yield agree(subject, found, wanted[:, : drafts + 1], f"{drafts} drafts after {length} tokens")
 
@@ -80,11 +81,12 @@ def ragged(subject: Subject, seed: int) -> Iterator[Check]:
         cache = model.new_cache(1, limit)
         model.append(ids[b : b + 1, :n], cache, logits="none")
         step = single(model, cache)
-        wanted.append(torch.cat([step(given[b : b + 1, t : t + 1], [1], False)[0].cpu() for t in range(count)], 1))
+        single_steps = [whole(step(given[b : b + 1, t : t + 1], [1], False)[0]).cpu() for t in range(count)]
+        wanted.append(torch.cat(single_steps, 1))
     for pads in (True, False):
         cache = model.new_cache(len(ROWS), limit)
         model.append(ids[:, : max(lengths)], cache, n_new=lengths, logits="none")
-        found = default(model, cache, pads)(given, list(ROWS), False)[0].cpu()
+        found = whole(default(model, cache, pads)(given, list(ROWS), False)[0]).cpu()
         for b, count in enumerate(ROWS):
             where = f"row {b}, {count - 1} drafts, {'with' if pads else 'without'} pads"
             yield agree(subject, found[b : b + 1, :count], wanted[b], where, exact=False)
@@ -123,8 +125,8 @@ class RecordingDrafter(MTPDrafter):
     def begin(self, prompts, model, cache, choose) -> None:
         self.said: list[torch.Tensor] = []
 
-        def noted(logits: torch.Tensor, rows: list[int]):
-            self.said.append(logits.float().cpu().clone())
+        def noted(logits: Logits, rows: list[int]):
+            self.said.append(whole(logits).float().cpu().clone())
             return choose(logits, rows)
 
         super().begin(prompts, model, cache, noted)
@@ -152,8 +154,9 @@ def texts(subject: Subject, prompt: list[int]) -> Iterator[Check]:
         def run(ids, counts, want_streams):
             nonlocal copied, compared
             logits, streams = way(ids, counts, want_streams)
+            seen = whole(logits)
             for place, own in enumerate(drafter.said[: counts[0] - 1]):
-                copied += bool(torch.equal(logits[:, place].float().cpu(), own))
+                copied += bool(torch.equal(seen[:, place].float().cpu(), own))
                 compared += 1
             return logits, streams
 

@@ -9,6 +9,7 @@ from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.engine.batch import BatchEngine
 from dsv4.engine.state import Request, Result
+from dsv4.model.cut_values import whole
 from dsv4.probes.compare import tokens
 from dsv4.probes.scenes.cache_contents import Rows, visible
 from dsv4.probes.scenes.scripted import Script, Steered
@@ -112,8 +113,9 @@ class Scene:
             self.ran = active
             began = {b: visible(self.subject, self.cache, b, lengths[b], mtp[b]) for b in active}
             logits, streams = inner(ids, counts, want_streams)
+            seen = whole(logits)
             for b in active:
-                self.passes.setdefault(b, []).append(Pass(began[b], logits[b, : counts[b]].cpu().clone()))
+                self.passes.setdefault(b, []).append(Pass(began[b], seen[b, : counts[b]].cpu().clone()))
             of = {work.row: int(work.request.id) for work in self.engine.running}
             said = [lengths[b] - len(self.prompts[of.get(b, 0)]) + 1 for b in range(len(counts))]
             at = [min(max(1, n), self.script.text.shape[1]) for n in said]

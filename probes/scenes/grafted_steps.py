@@ -9,6 +9,7 @@ from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paging import BLOCK
 from dsv4.cache.prefixes import PrefixTree
+from dsv4.model.cut_values import whole
 from dsv4.probes.compare import agreeing, token_errors, tokens
 from dsv4.probes.result import Check, compare
 from dsv4.probes.scenes.cache_contents import Rows, differing, rows_checks, summary, visible
@@ -45,7 +46,7 @@ def stepping(subject: Subject, cache: PagedCache, plain: Cache | None, prefix: l
             [[*row[n : n + count], *row[: max(counts) - count]] for row, n, count in zip(ids, lengths, counts)]
         )
         said, _ = verify(part, list(counts), False)
-        said = said.cpu()
+        said = whole(said).cpu()
         cache.rewind(0)  # pages that were taken for tokens that do not count go
         changed += [
             (f"pass {number}, row {b}", *both) for b, both in enumerate(zip(rows_of(subject, cache, lengths), before))

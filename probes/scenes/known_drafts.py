@@ -9,6 +9,7 @@ import torch
 
 from dsv4.cache.cache import Cache
 from dsv4.model.causal import CausalLM, capacity
+from dsv4.model.cut_values import whole
 from dsv4.probes.compare import TOLERANCES
 from dsv4.probes.subject import Subject
 from dsv4.speculation.draft import Drafter, Drafts
@@ -89,6 +90,6 @@ def decoded(subject: Subject, prompt: list[int], n: int) -> Plain:
     tokens, step = [int(logits[0].argmax())], single(model, cache)
     while len(tokens) < n:
         found, _ = step(torch.tensor([[tokens[-1]]], device=model.device), [1], False)
-        logits.append(found[0, 0].float().cpu().clone())
+        logits.append(whole(found)[0, 0].float().cpu().clone())
         tokens.append(int(logits[-1].argmax()))
     return Plain(tokens, torch.stack(logits))

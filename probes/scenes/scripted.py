@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.cache.cache import Cache
+from dsv4.model.cut_values import Logits, whole
 from dsv4.model.deepseek_v4 import Model
 from dsv4.probes.result import Check, compare
 from dsv4.probes.scenes.cache_contents import Rows, visible
@@ -54,10 +55,10 @@ class Script:
                 )
         return found
 
-    def obeyed(self, logits: torch.Tensor, ids: torch.Tensor, at: list[int]) -> torch.Tensor:
-        """A copy of logits [B, W, vocab] whose largest is what the script chooses."""
+    def obeyed(self, logits: Logits, ids: torch.Tensor, at: list[int]) -> torch.Tensor:
+        """A copy of logits [B, W, vocab], on every rank all of them, whose largest is what the script chooses."""
         choice = self.chosen(ids, at)[:, : logits.shape[1]].to(logits.device)
-        return logits.clone().scatter_(2, choice.unsqueeze(-1), CERTAIN)
+        return whole(logits).clone().scatter_(2, choice.unsqueeze(-1), CERTAIN)
 
     def outcome(
         self, b: int, first: int, size: int, right: list[int], most: int, first_ends: bool = True
@@ -90,8 +91,8 @@ class Steered(Drafter):
     def begin(self, prompts: list[list[int]], model: Model, cache: Cache, choose) -> None:
         self.at = [0] * len(prompts)
 
-        def noted(logits: torch.Tensor, rows: list[int]):
-            self.logits[-1].append(logits.cpu())
+        def noted(logits: Logits, rows: list[int]):
+            self.logits[-1].append(whole(logits).cpu())
             return choose(logits, rows)
 
         if self.inner is not None:
@@ -161,7 +162,7 @@ class Watched:
             self.looks.append(look)
         logits, streams = self.inner(ids, counts, want_streams)
         if look is not None:
-            look.logits = logits.cpu()
+            look.logits = whole(logits).cpu()
         return self.script.obeyed(logits, ids, at), streams
 
 
@@ -173,6 +174,7 @@ def obeying(model: Model, script: Script, at, seen=lambda ids, streams, logits: 
 
     def captured(step, cache):
         streams, logits = real(step, cache)
+        logits = whole(logits)
         ids = step.ids.view(step.B, step.T)
         seen(ids, streams, logits)
         return streams, script.obeyed(logits.view(step.B, step.T, -1), ids, at()).flatten(0, 1)
