@@ -28,6 +28,7 @@ from tests.parallel.test_ranks import DEMO
 
 GQA = DEMO.parent / "demo_gqa"
 KINDS = {"deepseek_v4": (OurSubject, DEMO, POINTS), "gqa": (OurGQASubject, GQA, GQA_POINTS)}
+TINY = DEMO.parent / "tests" / "golden" / "tiny_fp32"
 QUICK = ["config_ledger", "dtype_ledger", "memory_map"]
 
 
@@ -159,3 +160,12 @@ def test_fidelity_of_ranks_is_that_of_one_process(kind):
     first, second = together(2, lambda ranks: measured(one(ranks)))
     assert first == second and len(first) == len(wanted) > 2
     assert alike(first, wanted)
+
+
+# Over 5 s: the probes that read what passes and steps leave cut. `sampling` replaces a function of the process, in which
+# these ranks are threads.
+@pytest.mark.parametrize("name", ["verification", "speculation", "grafting", "draft_depth"])
+def test_probes_of_what_ranks_keep_cut_are_green(name):
+    open_one = lambda ranks: OurSubject(TINY, ranks=ranks)
+    for report in together(2, lambda ranks: audit(open_one(ranks), [name])):
+        assert report.exit_code == 0 and [c.note for _, c in report.checks if c.status is Status.ERROR] == []
