@@ -18,6 +18,7 @@ from dsv4.loaders.ledger import Piece, poison
 from dsv4.loaders.load import fill
 from dsv4.model.causal import CausalLM
 from dsv4.model.families import pieces_of
+from dsv4.model.module import give_memory
 from dsv4.model.parameters import write_parameters
 
 
@@ -86,7 +87,7 @@ def spread(
         if where == "disk":
             disk |= {f"{name}.{leaf}" for leaf, _ in module.named_parameters()}
             continue
-        module.to_empty(device="cpu" if offloaded[name] else runs[name])
+        give_memory(module, "cpu" if offloaded[name] else runs[name])
         resident += pieces_of(model, name)
         if offloaded[name]:
             held |= {f"{name}.{leaf}": p.data for leaf, p in module.named_parameters()}

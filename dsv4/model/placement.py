@@ -12,6 +12,7 @@ from dsv4.model.causal import CausalLM
 from dsv4.model.expert_memory import LONGEST, NAMES, RESERVE, ExpertMemory, resident_experts
 from dsv4.model.family import Asking
 from dsv4.model.host_experts import new_tier, sizes_of
+from dsv4.model.module import give_memory
 from dsv4.model.moe import Experts
 from dsv4.model.ranks import Ranks
 
@@ -61,7 +62,7 @@ def place(model: CausalLM, home: torch.device, experts: ExpertMemory | None, emb
         placed |= {matrix for m in model.modules() if isinstance(m, Experts) for matrix in (m.w13, m.w2)}
     for module in model.modules():
         if module not in placed:
-            module.to_empty(device=home, recurse=False)
+            give_memory(module, home, recurse=False)
 
 
 def expert_room(model: CausalLM, choice: ExpertMemory, device: torch.device) -> int | None:
