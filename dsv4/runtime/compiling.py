@@ -7,7 +7,8 @@ kernel, its arguments, versions and the GPU. Nothing is promised: a launch that 
 made.
 
 The cache may be copied to another machine, or shared (TRITON_CACHE_DIR). It keeps a mark of each request that was
-compiled whole, by which the next process with the same request knows that there is nothing to do.
+compiled whole, by which the next process with the same request knows that there is nothing to do, and a list of what
+was compiled, by which other requests know what they lack.
 """
 
 import ctypes
@@ -111,6 +112,16 @@ def mark(subject: object, work: Work, gpu: GPU) -> Path:
     return Path(knobs.cache.dir) / "dsv4" / hashlib.sha256(repr(told).encode()).hexdigest()
 
 
+def listed(gpu: GPU) -> Path:
+    """The list in Triton's cache of launches that were compiled: a `digest` a line."""
+    return mark("launches", Work(0, 0), gpu)
+
+
+def digest(launch: Launch) -> str:
+    kernel = launch.kernel
+    return hashlib.sha256(f"{kernel.__module__}.{kernel.__name__} {launch.key}".encode()).hexdigest()
+
+
 @cache
 def sources() -> str:
     """A hash of this project's code, on which depend the kernels and which of them are launched."""
@@ -156,16 +167,30 @@ def _compile_all(plan: Callable[[], CausalLM], work: Work, gpu: GPU, jobs: int, 
         name = "" if isinstance(error, Dsv4Error) else f"{type(error).__name__}: "
         said.send(Compiled(why=f"{name}{error}"))
         return
-    _triton_key()  # once, and not in each process
-    new = failed = done = 0
-    said.send((0, len(_found)))
-    with ProcessPoolExecutor(max(1, min(jobs, len(_found))), CONTEXT, _begin, (gpu,)) as pool:
-        for future in as_completed([pool.submit(_compile, i) for i in range(len(_found))]):
-            done += 1
-            failed += future.exception() is not None
-            new += future.exception() is None and future.result()
-            said.send((done, len(_found)))
+    known, new, failed = listed(gpu), 0, 0
+    held = set(known.read_text().split()) if known.exists() else set()
+    left = [i for i, launch in enumerate(_found) if digest(launch) not in held]
+    done = len(_found) - len(left)
+    said.send((done, len(_found)))
+    if left:
+        _triton_key()  # once, and not in each process
+        with ProcessPoolExecutor(min(jobs, len(left)), CONTEXT, _begin, (gpu,)) as pool:
+            waiting = {pool.submit(_compile, i): i for i in left}
+            for future in as_completed(waiting):
+                done += 1
+                failed += future.exception() is not None
+                if future.exception() is None:
+                    new += future.result()
+                    _note(known, digest(_found[waiting[future]]))
+                said.send((done, len(_found)))
     said.send(Compiled(done, new, failed, time.monotonic() - begun))
+
+
+def _note(known: Path, line: str) -> None:
+    with suppress(OSError):  # a cache that can only be read
+        known.parent.mkdir(parents=True, exist_ok=True)
+        with open(known, "a") as file:
+            file.write(f"{line}\n")
 
 
 def _end_with_parent() -> None:
