@@ -162,8 +162,8 @@ def test_fidelity_of_ranks_is_that_of_one_process(kind):
     assert alike(first, wanted)
 
 
-# Over 5 s: the probes that read what passes and steps leave cut. `sampling` replaces a function of the process, in which
-# these ranks are threads.
+# Over 5 s: the probes that read what passes and steps leave cut. `sampling` replaces a function of the process, in
+# which these ranks are threads.
 @pytest.mark.parametrize("name", ["verification", "speculation", "grafting", "draft_depth"])
 def test_probes_of_what_ranks_keep_cut_are_green(name):
     open_one = lambda ranks: OurSubject(TINY, ranks=ranks)
