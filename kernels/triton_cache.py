@@ -22,6 +22,16 @@ class MovableCache(FileCacheManager):
         return {name: self._make_path(name) for name in names} if all(map(self.has_file, names)) else None
 
 
+def triton_key() -> str:
+    """Triton's key of itself, a hash of all its files (0.5 GB), on which every key of its cache depends: 0.9 s in the
+    first call of a process, and of those that are forked from it none."""
+    try:
+        from triton.runtime.cache import triton_key as key
+    except ImportError:  # where older releases have it
+        from triton.compiler.compiler import triton_key as key
+    return key()
+
+
 def use() -> None:
     """From now on in this process, unless TRITON_CACHE_MANAGER names another class."""
     if knobs.cache.manager_class is None:

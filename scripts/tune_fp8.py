@@ -2,12 +2,11 @@
 
     python scripts/tune_fp8.py [--tokens 64,256,4096] [--seconds 200]
 
-Each tile is first held against `linear` of the same rounded activations. A line: µs with and without rounding the
-activations, TFLOPS of the product, and how far the result is off, over the largest number. `now`: `linear` as it is.
+Each tile is first held against `linear` of the same rounded activations. A line: µs, cold L2, with and without rounding
+the activations, TFLOPS of the product, and how far the result is off, over the largest number. `now`: `linear`.
 """
 
 import argparse
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from scripts.bench.timing import Clock
 
 SHAPES = ((4096, 4096), (4096, 8192), (32768, 1024), (1024, 4096))  # rows and columns of the weight
 TILES = (  # tokens, rows, warps, stages
@@ -29,27 +29,7 @@ TILES = (  # tokens, rows, warps, stages
     *((64, 64, 4, stages) for stages in (4, 6)),
     (128, 128, 4, 4),
 )
-CALLS, RUNS = 10, 7
-
-
-def graphed(run) -> float:
-    """µs a call: the median of graphs of CALLS calls."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                run()
-    times = []
-    for _ in range(RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
-    return statistics.median(times)
+REPLAYS = 20
 
 
 def main() -> int:
@@ -60,7 +40,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: tiles are timed on a CUDA device; there is none", file=sys.stderr)
         return 2
-    begun, wrong = time.monotonic(), 0
+    begun, wrong, clock = time.monotonic(), 0, Clock()
+    timed = lambda run: clock.runs([run], REPLAYS).cold_us
     for O, K in SHAPES:
         scale = torch.exp2(torch.randint(-6, -2, (O // 128, K // 128), device="cuda").float())
         codes = torch.randn(O, K, device="cuda").to(torch.float8_e4m3fn)
@@ -68,7 +49,7 @@ def main() -> int:
         for N in args.tokens:
             x = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
             right, out = linear.linear(x, w, True), torch.empty(N, O, dtype=torch.bfloat16, device="cuda")
-            print(f"{O}×{K}, {N} tokens: now {graphed(lambda: linear.linear(x, w, True)):.1f} µs", flush=True)
+            print(f"{O}×{K}, {N} tokens: now {timed(lambda: linear.linear(x, w, True)):.1f} µs", flush=True)
             given, held = triton_fp8.quantised(x), hold("linear", w)
             for tile in TILES:
                 if time.monotonic() - begun > args.seconds:
@@ -78,8 +59,8 @@ def main() -> int:
                 try:
                     triton_fp8.product(*given, held, out)
                     off = float((out.float() - right.float()).abs().max() / right.float().abs().max())
-                    alone = graphed(lambda: triton_fp8.product(*given, held, out))
-                    whole = graphed(lambda: triton_fp8.product(*triton_fp8.quantised(x), held, out))
+                    alone = timed(lambda: triton_fp8.product(*given, held, out))
+                    whole = timed(lambda: triton_fp8.product(*triton_fp8.quantised(x), held, out))
                 except Exception as failure:  # a tile that does not fit
                     print(f"  {tile}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}", flush=True)
                     continue

@@ -16,6 +16,7 @@ from dsv4.commands.options import (
     IndexCache,
     KVMemory,
     Numerics,
+    PlannedRanks,
     Reads,
     ReadTokens,
     Resident,
@@ -112,15 +113,7 @@ def plan(
     gpus: Annotated[
         int, typer.Option(min=1, max=1024, help="So many of that device; whole layers are spread as --device-map does.")
     ] = 1,
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size",
-            min=1,
-            max=1024,
-            help="So many ranks, each with a part of every layer and a device of its own; none is started.",
-        ),
-    ] = 1,
+    tensor_parallel_size: PlannedRanks = 1,
     cache: Cache = "auto",
     index_cache: IndexCache = "auto",
     attention: Reads = None,

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 from dsv4.commands.options import (
-    DUMMIES,
     AsJson,
     Backend,
     ByExpert,
@@ -21,6 +20,7 @@ from dsv4.commands.options import (
     DraftCosts,
     Drafting,
     Drafts,
+    DummyWeights,
     EmbeddingIn,
     ExpertBudget,
     ExpertsIn,
@@ -28,6 +28,7 @@ from dsv4.commands.options import (
     IndexCache,
     Kernels,
     KVMemory,
+    Layers,
     Loop,
     Numerics,
     PrefillChunks,
@@ -40,7 +41,6 @@ from dsv4.commands.options import (
     TensorParallel,
     Terminate,
     Threads,
-    choice,
     spread,
 )
 from dsv4.commands.terminal import errors, print_json, progress_bar, show, wide
@@ -100,10 +100,8 @@ def generate(
     resident_experts: Resident = None,
     expert_budget: ExpertBudget = None,
     embedding_memory: EmbeddingIn = "device",
-    dummy_weights: Annotated[
-        str | None, choice(DUMMIES, "A published geometry with random weights, instead of a checkpoint.")
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
+    dummy_weights: DummyWeights = None,
+    layers: Layers = None,
     device_map: Annotated[
         str | None, typer.Option(help="auto: spread whole layers over GPUs, host memory and disk.")
     ] = None,
@@ -167,9 +165,10 @@ def generate(
     with limited_threads(config and config.hidden_size, threads), ExitStack() as beside:
         finish = None
         if compiles_ahead(choices, device_map, where, experts, kernels, embedding_memory == "host"):
-            work = run.work_of(
-                config or dummy_config(dummy_weights, layers), ids or request.ids or [0] * (prompt_tokens or 1), request
-            )
+            held = config or dummy_config(dummy_weights, layers)
+            given = ids or request.ids or [0] * (prompt_tokens or 1)
+            context = run.context_needed(held, [given], request.max_new_tokens, request.context)
+            work = run.work_of(held, len(given), context, request)
             which = None if dummy_weights else checkpoint, dummy_weights, layers
             subject = Subject(*which, reads, (asked() or (0, 1))[1], expert_parallel)
             finish = beside.enter_context(compiling(subject, choices, work, shown=shown))

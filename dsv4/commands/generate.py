@@ -342,13 +342,12 @@ def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig
     return config, tokenizer, ids
 
 
-def work_of(config: ModelConfig | GQAConfig, ids: list[int], request: Request) -> Work:
-    """What a request makes a model on a GPU do."""
-    context = context_needed(config, [ids], request.max_new_tokens, request.context)
+def work_of(config: ModelConfig | GQAConfig, prompt: int, context: int, request: Request, batch: int = 1) -> Work:
+    """What a request with a prompt of so many tokens makes a model on a GPU do. Raises InputError as `rounds_in`."""
     if request.speculate == "off":
-        return Work(len(ids), context)
+        return Work(prompt, context, batch)
     _, rewind = rounds_in(config, context, make_drafter(request.speculate), request.policy)
-    return Work(len(ids), context, drafts=request.policy.sizes, rewind=rewind)
+    return Work(prompt, context, batch, request.policy.sizes, rewind)
 
 
 def check_context(config: ModelConfig | GQAConfig, context: int | None) -> None:

@@ -261,5 +261,18 @@ Kernels = Annotated[
         "reference's arguments; reference or ours: dsv4's own, taken out of fused kernels. May be given several times.",
     ),
 ]
+DummyWeights = Annotated[
+    str | None, choice(DUMMIES, "A published geometry with random weights, instead of a checkpoint.")
+]
+Layers = Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")]
+PlannedRanks = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        min=1,
+        max=1024,
+        help="So many ranks, each with a part of every layer and a device of its own; none is started.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result: no progress and no summary on stderr.")]

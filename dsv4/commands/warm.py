@@ -3,35 +3,35 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from dsv4.commands.options import (
-    DUMMIES,
     AsJson,
     ByExpert,
     Cache,
     DraftCosts,
     Drafting,
     Drafts,
+    DummyWeights,
     IndexCache,
+    Layers,
     Numerics,
+    PlannedRanks,
     Quiet,
     Reads,
     ReadTokens,
     Rule,
     Terminate,
-    choice,
 )
 from dsv4.commands.terminal import errors, print_json, progress_bar
 from dsv4.errors import InputError
 from dsv4.parallel.ranks_asked import asked
 
 if TYPE_CHECKING:  # what needs torch is imported within the commands
-    from dsv4.commands.generate import Choices, Request
+    from dsv4.commands.generate import Choices
     from dsv4.kernels.launch import GPU
     from dsv4.model.causal import CausalLM
     from dsv4.model.gqa.choice import Attention
@@ -46,7 +46,7 @@ def warm(
     ] = None,
     prompt_tokens: Annotated[str, typer.Option(help="Tokens of a prompt: 300, 4K …")] = "1K",
     max_context: Annotated[
-        str | None, typer.Option(help="Tokens a row; default: the prompt and 128 more.", show_default=False)
+        str | None, typer.Option(help="Tokens a row; default: as much as 128 new tokens need.", show_default=False)
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows that decode at once.")] = 1,
     numerics: Numerics = "native",
@@ -59,21 +59,13 @@ def warm(
     attention_tokens: ReadTokens = None,
     terminate: Terminate = False,
     terminate_rule: Rule = None,
-    tensor_parallel_size: Annotated[
-        int,
-        typer.Option(
-            "--tensor-parallel-size",
-            min=1,
-            max=1024,
-            help="So many ranks of one host, each with a part of every layer; none is started.",
-        ),
-    ] = 1,
+    tensor_parallel_size: PlannedRanks = 1,
     expert_parallel: ByExpert = False,
     speculate: Drafting = "off",
     draft_tokens: Drafts = None,
     draft_costs: DraftCosts = None,
-    dummy_weights: Annotated[str | None, choice(DUMMIES, "A published geometry, instead of a checkpoint.")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="With --dummy-weights: the first so many layers.")] = None,
+    dummy_weights: DummyWeights = None,
+    layers: Layers = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Processes; default: one a processor.", show_default=False)
     ] = None,
@@ -85,12 +77,12 @@ def warm(
     from triton import knobs
 
     from dsv4.commands import generate as run
+    from dsv4.model.dummy import dummy_config
     from dsv4.model.gqa.choice import attention_named
-    from dsv4.runtime.launches import Work
     from dsv4.units import count_named
 
     prompt = count_named("--prompt-tokens", prompt_tokens)
-    context = prompt + 128 if max_context is None else count_named("--max-context", max_context)
+    context = prompt + 127 if max_context is None else count_named("--max-context", max_context)
     if not 0 < prompt <= context:
         raise InputError(f"a prompt of {prompt} tokens was asked for; expected 1 to the {context} of the context")
     if (checkpoint is None) == (dummy_weights is None):
@@ -98,7 +90,8 @@ def warm(
     request = run.Request("", speculate=speculate, draft_tokens=draft_tokens, draft_costs=draft_costs)
     reads = attention_named(attention, attention_tokens, terminate, None, terminate_rule)
     choices = run.Choices(numerics, "triton", device, cache, index_cache)
-    work = Work(prompt, context, batch, sizes_of(request))
+    config = dummy_config(dummy_weights, layers) if checkpoint is None else run.model_config(checkpoint)
+    work = run.work_of(config, prompt, context, request, batch)
     subject = Subject(checkpoint, dummy_weights, layers, reads, tensor_parallel_size, expert_parallel)
     with compiling(subject, choices, work, jobs, not quiet) as finish:
         found = finish()
@@ -116,15 +109,6 @@ def warm(
         raise typer.Exit(1)
 
 
-def sizes_of(request: "Request") -> tuple[int, ...]:
-    """How many tokens its passes may draft."""
-    from dsv4.commands.generate import make_drafter
-
-    if request.speculate == "off":
-        return ()
-    return request.policy.sizes if request.policy else (make_drafter(request.speculate).draft_tokens,)
-
-
 class Subject(NamedTuple):
     """Which model it is: a checkpoint, or the first `layers` layers of a published geometry; what it reads of its
     caches; and of how many ranks of one host."""
@@ -138,44 +122,35 @@ class Subject(NamedTuple):
 
     def planned(self, choices: "Choices", gpu: "GPU") -> tuple[Callable[[], "CausalLM"], object]:
         """What makes the model of rank 0 without weights, and all that it depends on."""
-        names = choices.numerics, choices.cache, choices.index_cache
-        if self.dummy is not None:
-            return partial(_planned_dummy, self, names, gpu), (self, names)
         from dsv4.loaders.load import Inventory
+        from dsv4.model import families
+        from dsv4.model.dummy import plan_dummy
+        from dsv4.model.numerics import numerics_named
 
-        inventory = Inventory.open(self.checkpoint)
-        about = self._replace(checkpoint=None), names, inventory.config, inventory.layout.name
-        return partial(_planned_checkpoint, self, inventory, names, gpu), about
+        numerics, *caches = names = choices.numerics, choices.cache, choices.index_cache
+        inventory = None if self.checkpoint is None else Inventory.open(self.checkpoint)
 
-    def as_loaded(self, model: "CausalLM") -> "CausalLM":
-        model.max_context = None
-        if self.reads is not None:
-            model.attention = self.reads
-        return model
+        def plan() -> "CausalLM":
+            ranks = self.held_by(gpu)
+            if inventory is None:
+                given = self.dummy, self.layers, numerics, "triton", *caches
+                model = plan_dummy(*given, attention=self.reads, ranks=ranks)
+            else:
+                family, choice = families.of(inventory), numerics_named(numerics).with_caches(*caches)
+                model = family.plan(inventory, choice, "triton", None, None, ranks)
+            model.max_context = None
+            if self.reads is not None:
+                model.attention = self.reads
+            return model
+
+        of_file = None if inventory is None else (inventory.config, inventory.layout.name)
+        return plan, (self._replace(checkpoint=None), names, of_file)
 
     def held_by(self, gpu: "GPU") -> "Ranks":
         from dsv4.model.ranks import ALONE
         from dsv4.parallel.planned import planned_ranks
 
         return ALONE if self.ranks == 1 else planned_ranks(0, self.ranks, self.by_expert, gpu)
-
-
-def _planned_dummy(subject: Subject, names: tuple[str, str, str], gpu: "GPU") -> "CausalLM":
-    from dsv4.model.dummy import plan_dummy
-
-    numerics, *caches = names
-    ranks, reads = subject.held_by(gpu), subject.reads
-    made = plan_dummy(subject.dummy, subject.layers, numerics, "triton", *caches, attention=reads, ranks=ranks)
-    return subject.as_loaded(made)
-
-
-def _planned_checkpoint(subject: Subject, inventory, names: tuple[str, str, str], gpu: "GPU") -> "CausalLM":
-    from dsv4.model import families
-    from dsv4.model.numerics import numerics_named
-
-    numerics = numerics_named(names[0]).with_caches(*names[1:])
-    family = families.of(inventory)
-    return subject.as_loaded(family.plan(inventory, numerics, "triton", None, None, subject.held_by(gpu)))
 
 
 @contextmanager

@@ -53,15 +53,20 @@ class ErrorsOnly:
         return getattr(self._stream, name)
 
 
+def end_with(parent: int) -> None:
+    """From now on the kernel kills this process when `parent`, which started it, ends; at once if it has ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(LOST)
+
+
 def settle_streams() -> None:
     """Of a rank other than 0: results and progress are dropped. Of a watched one: it dies with who watches it."""
     found = asked()
     if found is None:
         return
     if WATCHED in os.environ:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(os.environ[WATCHED]):
-            os._exit(LOST)
+        end_with(int(os.environ[WATCHED]))
     if found[0]:
         sys.stdout = open(os.devnull, "w")
         sys.stderr = ErrorsOnly(sys.stderr)

@@ -13,15 +13,13 @@ was compiled, by which other requests know what they lack.
 
 import ctypes
 import hashlib
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +30,9 @@ import torch
 from dsv4.errors import Dsv4Error, InputError
 from dsv4.kernels.launch import GPU
 from dsv4.kernels.recording import Launch, target_of
+from dsv4.kernels.triton_cache import triton_key
 from dsv4.model.causal import CausalLM
+from dsv4.parallel.ranks_asked import end_with
 from dsv4.runtime.launches import Work, launches
 from dsv4.runtime.threads import usable_processors
 
@@ -85,11 +85,11 @@ class Compiling:
         """progress(done, of): after every kernel."""
         if self._process is None:
             return Compiled()
-        said: Compiled | tuple[int, int] = Compiled(why="the process that was to compile them ended early")
+        found = Compiled(why="the process that was to compile them ended early")
         with suppress(EOFError):
             while not isinstance(said := self._said.recv(), Compiled):
                 progress(*said)
-        found = said if isinstance(said, Compiled) else Compiled(why="the process that compiled them ended early")
+            found = said
         self._process.join()
         if not found.failed and not found.why:
             with suppress(OSError):  # a cache that can only be read
@@ -158,7 +158,7 @@ def present_gpu(index: int = 0) -> GPU:
 def _compile_all(plan: Callable[[], CausalLM], work: Work, gpu: GPU, jobs: int, said: Connection) -> None:
     """Find what is launched and compile it. Sends (done, of) after every kernel, then `Compiled`."""
     global _found
-    _end_with_parent()
+    end_with(parent_process().pid)
     begun = time.monotonic()
     _without_dynamo()
     try:
@@ -173,7 +173,7 @@ def _compile_all(plan: Callable[[], CausalLM], work: Work, gpu: GPU, jobs: int, 
     done = len(_found) - len(left)
     said.send((done, len(_found)))
     if left:
-        _triton_key()  # once, and not in each process
+        triton_key()  # once, and not in each process
         with ProcessPoolExecutor(min(jobs, len(left)), CONTEXT, _begin, (gpu,)) as pool:
             waiting = {pool.submit(_compile, i): i for i in left}
             for future in as_completed(waiting):
@@ -193,29 +193,12 @@ def _note(known: Path, line: str) -> None:
             file.write(f"{line}\n")
 
 
-def _end_with_parent() -> None:
-    """The kernel ends this process when the one that forked it ends."""
-    with suppress(OSError, AttributeError):  # not on Linux
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() == 1:
-        os._exit(1)
-
-
 def _without_dynamo() -> None:
     """Operations on `meta` tensors that torch has in Python would import its compiler, 2 s, only to be left out of
     what it compiles. Nothing is compiled in this process."""
     stand_in = ModuleType("torch._dynamo")
     stand_in.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
     sys.modules.setdefault("torch._dynamo", stand_in)
-
-
-def _triton_key() -> None:
-    """Triton's key of itself, a hash of all its files: 0.9 s in the first call of a process."""
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:  # where older releases have it
-        from triton.compiler.compiler import triton_key
-    triton_key()
 
 
 class _Driver:
@@ -237,7 +220,7 @@ class _Driver:
 def _begin(gpu: GPU) -> None:
     from triton.runtime.driver import driver
 
-    _end_with_parent()
+    end_with(parent_process().pid)
     driver.set_active(_Driver(gpu))
     torch.set_num_threads(1)
 

@@ -3,45 +3,38 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4.errors import InputError, brief
 from dsv4.kernels.launch import GPU
 from dsv4.units import format_bytes, parse_count
 
 MIB = 1 << 20
-CARDS = {  # MiB in all, as nvidia-smi reports them
-    "h100": 81559,
-    "h200": 143771,
-    "h20": 97871,
-    "gh200": 97871,
-    "b200": 183359,
-    "a100": 81920,
-    "a100-40": 40960,
-    "a6000": 49140,
-    "a40": 46068,
-    "a10": 23028,
-    "l40s": 46068,
-    "l4": 23034,
-    "5090": 32607,
-    "4090": 24564,
-    "3090": 24576,
-}
-CHIPS = {  # compute capability and multiprocessors
-    "h100": GPU((9, 0), 132),
-    "h200": GPU((9, 0), 132),
-    "h20": GPU((9, 0), 78),
-    "gh200": GPU((9, 0), 132),
-    "b200": GPU((10, 0), 148),
-    "a100": GPU((8, 0), 108),
-    "a100-40": GPU((8, 0), 108),
-    "a6000": GPU((8, 6), 84),
-    "a40": GPU((8, 6), 84),
-    "a10": GPU((8, 6), 72),
-    "l40s": GPU((8, 9), 142),
-    "l4": GPU((8, 9), 58),
-    "5090": GPU((12, 0), 170),
-    "4090": GPU((8, 9), 128),
-    "3090": GPU((8, 6), 82),
+
+
+class Card(NamedTuple):
+    """mib: in all, as nvidia-smi reports them."""
+
+    mib: int
+    chip: GPU
+
+
+CARDS = {
+    "h100": Card(81559, GPU((9, 0), 132)),
+    "h200": Card(143771, GPU((9, 0), 132)),
+    "h20": Card(97871, GPU((9, 0), 78)),
+    "gh200": Card(97871, GPU((9, 0), 132)),
+    "b200": Card(183359, GPU((10, 0), 148)),
+    "a100": Card(81920, GPU((8, 0), 108)),
+    "a100-40": Card(40960, GPU((8, 0), 108)),
+    "a6000": Card(49140, GPU((8, 6), 84)),
+    "a40": Card(46068, GPU((8, 6), 84)),
+    "a10": Card(23028, GPU((8, 6), 72)),
+    "l40s": Card(46068, GPU((8, 9), 142)),
+    "l4": Card(23034, GPU((8, 9), 58)),
+    "5090": Card(32607, GPU((12, 0), 170)),
+    "4090": Card(24564, GPU((8, 9), 128)),
+    "3090": Card(24576, GPU((8, 6), 82)),
 }
 # Memory of a named card for the driver, a CUDA context, kernels and the exchange of ranks: of the 81559 MiB of an H100
 # a process can have 81080; with a decode step of all of Flash captured, 790 of them were in use outside torch.
@@ -64,13 +57,13 @@ class Unit:
 
 def chip_named(device: str) -> GPU:
     """The chip of a card called 'h100'. Raises InputError that lists the names."""
-    found = CHIPS.get(_name(device))
+    found = CARDS.get(_name(device))
     if found is None:
         raise InputError(
             f"--device {brief(device)!r} is unknown; expected cuda or cuda:N of this machine, or one of "
-            f"{', '.join(CHIPS)}"
+            f"{', '.join(CARDS)}"
         )
-    return found
+    return found.chip
 
 
 def _name(device: str) -> str:
@@ -81,7 +74,7 @@ def named_bytes(device: str) -> int:
     """Usable bytes of a card called 'h100', or of a size ('80GiB'). Raises InputError that lists the names."""
     name = _name(device)
     if name in CARDS:
-        return CARDS[name] * MIB - SET_ASIDE
+        return CARDS[name].mib * MIB - SET_ASIDE
     if name[:1].isdecimal() and not name.isdecimal():
         return parse_count(device)
     raise InputError(

@@ -31,12 +31,14 @@ def found(work, name="flash", gpu=HOPPER, layers=8, numerics="native"):
 """
 
 
+def run(*arguments: str, cache: Path) -> subprocess.CompletedProcess:
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    given |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
+    return subprocess.run([sys.executable, *arguments], env=given, capture_output=True, text=True, timeout=120)
+
+
 def said(script: str, cache: Path, *arguments: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
-    ran = subprocess.run(
-        [sys.executable, "-c", BEGIN + script, *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
+    ran = run("-c", BEGIN + script, *arguments, cache=cache)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout.strip()
 
@@ -92,7 +94,7 @@ def run(subject):
     assert not shown or shown[-1] == (done.kernels, done.kernels), shown
     return begun.needed, done.kernels, done.new, done.failed
 first = run("a"), run("a")
-compiling._triton_key = None  # another request that launches the same needs no process that compiles
+compiling.triton_key = None  # another request that launches the same needs no process that compiles
 print(*first, run("b"))
 """
 
@@ -126,11 +128,7 @@ print(compiling.Compiling(lambda: None, "y", Work(20, 64), HOPPER).wait())
 
 
 def warm(*arguments: str, cache: Path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(cache)}
-    return subprocess.run(
-        [sys.executable, "-m", "dsv4", "warm", *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
+    return run("-m", "dsv4", "warm", *arguments, cache=cache)
 
 
 @pytest.mark.parametrize(
