@@ -5,6 +5,7 @@ Dequantising gives the same numbers every time, so sharing it changes no bit of 
 
 from collections import OrderedDict
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -12,36 +13,40 @@ from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, expert, to
 
 LIMIT = 1 << 30  # bytes; above this the least recently used weights are dropped
 
-_kept: OrderedDict[tuple, torch.Tensor] | None = None
+# (the packed matrix, its values) by address. The packed matrix is held, because memory of one that is freed becomes
+# another's: layers that are read from disk for each step come and go. A thread has its own, because threads that run
+# ranks enter and leave in any order.
+_kept: ContextVar[OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
 def keeping():
-    """While this context is entered, `dequantised` keeps its results. Weights must not change meanwhile."""
-    global _kept
-    before, _kept = _kept, OrderedDict() if _kept is None else _kept
+    """While this context is entered, `dequantised` keeps its results in this thread. Weights must not be written to
+    meanwhile."""
+    before = _kept.set(OrderedDict() if (kept := _kept.get()) is None else kept)
     try:
         yield
     finally:
-        _kept = before
+        _kept.reset(before)
 
 
 def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
     """`to_float`, kept unless the matrix is in a slot; the result must not be written to."""
-    if _kept is None or w.format is WeightFormat.DENSE or w.of is not None:
+    kept = _kept.get()
+    if kept is None or w.format is WeightFormat.DENSE or w.of is not None:
         return to_float(w, rows)
     span = (rows or slice(None)).indices(w.out_features)
     key = (w.weight.data_ptr(), w.weight.shape, span)
-    if key not in _kept:
-        _kept[key] = to_float(w, rows)
-        while sum(t.nbytes for t in _kept.values()) > LIMIT and len(_kept) > 1:
-            _kept.popitem(last=False)
-    _kept.move_to_end(key)
-    return _kept[key]
+    if key not in kept:
+        kept[key] = (w.weight, to_float(w, rows))
+        while sum(values.nbytes for _, values in kept.values()) > LIMIT and len(kept) > 1:
+            kept.popitem(last=False)
+    kept.move_to_end(key)
+    return kept[key][1]
 
 
 def dequantised_stack(w: PackedWeight, index: torch.Tensor) -> torch.Tensor:
     """fp32 [len(index), O, K]: matrices of the stack w, dequantised when first used."""
-    if _kept is None:
+    if _kept.get() is None:
         return to_float(expert(w, index))
     return torch.stack([dequantised(expert(w, e)) for e in index.tolist()])

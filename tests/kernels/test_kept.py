@@ -1,5 +1,8 @@
 """What is kept while several tokens share dequantised weights is what dequantising gives, and it is bounded."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
 import pytest
 import torch
 
@@ -28,7 +31,7 @@ def test_kept_weights_are_the_dequantised_ones():
         assert dequantised(one) is dequantised(one)
         with keeping():
             assert dequantised(one) is dequantised(one)
-    assert dequantised(one) is not dequantised(one) and kept._kept is None
+    assert dequantised(one) is not dequantised(one) and kept._kept.get() is None
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch):
@@ -39,11 +42,44 @@ def test_no_more_than_the_limit_is_kept(monkeypatch):
         dequantised(expert(stack, 1))
         assert dequantised(expert(stack, 0)) is first  # used last, so number 1 goes next
         dequantised(expert(stack, 2))
-        assert len(kept._kept) == 2 and dequantised(expert(stack, 0)) is first
+        assert len(kept._kept.get()) == 2 and dequantised(expert(stack, 0)) is first
 
 
 def test_an_error_ends_it():
     with pytest.raises(ZeroDivisionError):
         with keeping():
             1 / 0
-    assert kept._kept is None
+    assert kept._kept.get() is None
+
+
+def test_threads_do_not_share_it():
+    """Two that enter one after the other and leave in the same order: neither sees the other's, and nothing is left."""
+    one, turn = expert(weights(), 0), Barrier(2)
+
+    def first():
+        with keeping():
+            values = dequantised(one)
+            turn.wait()
+            turn.wait()
+        turn.wait()
+        return values
+
+    def second():
+        turn.wait()
+        with keeping():
+            values = dequantised(one)
+            turn.wait()
+            turn.wait()
+        return values, kept._kept.get()
+
+    with ThreadPoolExecutor(2) as pool:
+        a, (b, left) = (f.result() for f in (pool.submit(first), pool.submit(second)))
+    assert torch.equal(a, b) and a is not b and left is None and kept._kept.get() is None
+
+
+def test_memory_of_a_freed_matrix_is_not_taken_for_it():
+    """As where layers are read from disk for each step: the second matrix may lie where the first one lay."""
+    with keeping():
+        for seed in range(8):
+            one = expert(weights(seed, 1), 0)
+            assert torch.equal(dequantised(one), to_float(one)), seed
