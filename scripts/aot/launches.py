@@ -105,10 +105,12 @@ def calls() -> Iterator[tuple[str, Callable]]:
 
 def products_of_fp8() -> None:
     """On a GPU that has them."""
-    x = torch.empty(4096, FLASH.hidden_size, dtype=torch.bfloat16, device="meta")
     w = productions()["linear"].drawn(FLASH, 0, "meta", form=FP8, rows=4096, columns=FLASH.hidden_size, tokens=1)[1]
-    if triton_fp8.takes(held := hold("linear", w), x.device):
-        triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+    for N in (16, 128, 4096):
+        x = torch.empty(N, FLASH.hidden_size, dtype=torch.bfloat16, device="meta")
+        if triton_fp8.takes(held := hold("linear", w), x.device):
+            triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+            triton_fp8.pipelined_product(*triton_fp8.quantised(x), held, torch.empty_like(x))
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:
