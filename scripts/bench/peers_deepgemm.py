@@ -60,8 +60,8 @@ def experts_weights() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @peer("DeepGEMM FP8 grouped, products alone", "experts")
 def grouped(row, i):
-    """deep_gemm.m_grouped_fp8_gemm_nt_contiguous of rounded rows, gate_up and down. Its weights are FP8, twice the bytes
-    of FP4. Routing, activation and the sum over a token are left out."""
+    """deep_gemm.m_grouped_fp8_gemm_nt_contiguous of rounded rows, gate_up and down. Its weights are FP8, twice the
+    bytes of FP4. Routing, activation and the sum over a token are left out."""
     hopper()
     gemm, tokens = require("deep_gemm"), row.facts["batch"]
     chosen = torch.rand(tokens, E, device="cuda", generator=generator("cuda", 2 * i + 1)).topk(K, -1).indices
