@@ -3,7 +3,8 @@
 Up to TOKENS tokens, reading the weight takes the time: it is streamed once (`triton_skinny`). For a few more tokens a
 small weight is streamed several times, because tiles in sequence are slower. More tokens, large weights and weights
 whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16
-accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480.
+accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480. Activations that are
+rounded to FP8 may meet FP8 weights as codes (`triton_fp8`).
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dot_in_fp32, processors, require_device
-from dsv4.kernels.linear import reference
+from dsv4.kernels.linear import reference, triton_fp8
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
@@ -27,6 +28,7 @@ from dsv4.kernels.rms_norm.triton import rms_norm
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
 AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
 AGAIN_BYTES = 24 << 20
+CODES: int | None = None  # rounded tokens from which codes are multiplied; None: never, until it is timed on a GPU
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 
@@ -64,8 +66,11 @@ def products(
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
+    as_codes = {i for i, h in enumerate(held) if simulate[i] and _multiplies_codes(x, h)}
     streamed = [
-        i for i, h in enumerate(held) if h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)
+        i
+        for i, h in enumerate(held)
+        if i not in as_codes and h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)
     ]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at : at + SLOTS]
@@ -82,14 +87,23 @@ def products(
     rest = [i for i in range(len(held)) if i not in streamed]
     if rest and norm is not None:
         x = rms_norm(x, norm, eps)
-    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if any(simulate[i] for i in rest) else None
+    codes = triton_fp8.quantised(x) if as_codes else None
+    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if any(simulate[i] for i in rest if i not in as_codes) else None
     ready = {}
     for i in rest:
+        if i in as_codes:
+            triton_fp8.product(*codes, held[i], outs[i])
+            continue
         key = bool(simulate[i]), order(held[i])
         if key not in ready:
             ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
         gemm(name, ready[key], held[i], outs[i], 1)
     return outs
+
+
+def _multiplies_codes(x: torch.Tensor, h: Held) -> bool:
+    """Whether the rounded x [N, K] meets this weight as codes on FP8 tensor cores, whose sums are not IEEE fp32."""
+    return CODES is not None and x.shape[0] >= CODES and not dot_in_fp32(x) and triton_fp8.takes(h, x.device)
 
 
 def grouped(

@@ -3,7 +3,7 @@ scale a block of 128 columns, times FP8 weights in blocks of 128 × 128.
 
 Both operands are E4M3 codes, so the products are those that `triton_tiles` takes of the same numbers in bf16, at up to
 twice the rate. Two kernels do it: `hopper.product`, whose warps copy or multiply, and `_product`, which the compiler
-pipelines; the interpreter runs only the latter. `linear` uses neither: they were not timed yet (`scripts/tune_fp8.py`).
+pipelines; the interpreter runs only the latter. `linear` uses neither before they are timed (`scripts/tune_fp8.py`).
 """
 
 from functools import cache
@@ -20,6 +20,7 @@ from dsv4.kernels.launch import capability, dependent_launch, interpreting, proc
 from dsv4.kernels.linear import hopper
 from dsv4.kernels.linear.triton_tiles import swizzle
 from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.linear.triton_words import launch_dependents, wait_for_dependencies
 from dsv4.kernels.quantize.triton_codes import (
     INTERPRETED,
     decode_e4m3,
@@ -66,8 +67,8 @@ def tile_for(N: int, O: int, programs: int) -> Tile:
 
 def takes(h: Held, device: torch.device) -> bool:
     """Whether these kernels multiply with this weight, on that device."""
-    fits = h.format == "fp8" and h.block == (BLOCK, BLOCK) and not h.K % BLOCK and not h.O % BLOCK and h.glob is None
-    return fits and (interpreting() or capability(device)[0] == 9)
+    whole = h.block == (BLOCK, BLOCK) and not h.K % BLOCK and not h.O % BLOCK and not h.weight.data_ptr() % 16
+    return h.format == "fp8" and whole and h.weight.dim() == 2 and (interpreting() or capability(device)[0] == 9)
 
 
 def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,18 +77,21 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     N, K = x.shape
     codes = torch.empty(N, K, dtype=torch.uint8, device=x.device)
     exponents = torch.empty(K // BLOCK, N, dtype=torch.int8, device=x.device)
+    dependent = dependent_launch(x.device)
     _quantise[(triton.cdiv(N * (K // BLOCK), ROWS_QUANTISED),)](
-        x, x.stride(0), codes, exponents, N, K, ROWS_QUANTISED, num_warps=4
+        x, x.stride(0), codes, exponents, N, K, ROWS_QUANTISED, dependent, num_warps=4, launch_pdl=dependent
     )
     return codes, exponents
 
 
 @triton.jit(do_not_specialize=["N"])
-def _quantise(X, x_stride, CODES, EXPONENTS, N, K: tl.constexpr, R: tl.constexpr):
+def _quantise(X, x_stride, CODES, EXPONENTS, N, K: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr):
+    launch_dependents(EARLY)
     pair, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, 128)
     row, block = pair // (K // 128), pair % (K // 128)
     live = row < N
     c = block[:, None] * 128 + i[None, :]
+    wait_for_dependencies(EARLY)
     x = widen(tl.load(X + row[:, None] * x_stride + c, mask=live[:, None], other=0.0))
     exponent = e4m3_exponent(tl.max(magnitude(x), 1))
     codes = encode_e4m3(x * power_of_two(-exponent)[:, None])
