@@ -39,7 +39,7 @@ def product(
 
     X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. SPLIT:
     the tokens of a tile are 64, and each warpgroup takes every other block of columns. GROUP: blocks of rows that are
-    visited with all tokens before the next ones, so that both stay in the L2 cache.
+    visited with all tokens before the next ones, so that both stay in the L2 cache. STAGES: an even number if SPLIT.
     """
     T: gl.constexpr = X.block_type.shape[0]
     R: gl.constexpr = W.block_type.shape[0]
@@ -62,7 +62,7 @@ def product(
         [
             (multiply_first, (OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
             (multiply_second, (OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
-            (copy_tiles, ((X, W), rings, barriers, N, O, K, GROUP, STAGES)),
+            (copy_tiles, ((X, W), rings, barriers, N, O, K, SPLIT, GROUP, STAGES)),
         ],
         [4, 1],
         [232, 40],
@@ -78,9 +78,24 @@ def place(tile, N, O: gl.constexpr, R: gl.constexpr, T: gl.constexpr, GROUP: gl.
 
 
 @gluon.jit
+def in_ring(number, block, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr):
+    """(stage, turn) of a block of columns of the tile that is `number` of a program. Each of two warpgroups that take
+    every other block has stages of its own: one that skipped turns of a stage could not tell them apart."""
+    if SPLIT:
+        which = block % 2
+        n = number * ((BLOCKS + 1 - which) // 2) + block // 2
+        stage, turn = n % (STAGES // 2) * 2 + which, n // (STAGES // 2)
+    else:
+        n = number * BLOCKS + block
+        stage, turn = n % STAGES, n // STAGES
+    return stage, turn
+
+
+@gluon.jit
 def copy_tiles(
-    descriptors, rings, barriers, N, O: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr
-):
+    descriptors, rings, barriers, N, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """Tiles of weights are copied before earlier kernels have ended, as far as the ring goes; those of activations are
     not."""
     X, W = descriptors
@@ -88,8 +103,8 @@ def copy_tiles(
     full, empty, _ = barriers
     T: gl.constexpr = X.block_type.shape[0]
     R: gl.constexpr = W.block_type.shape[0]
-    AHEAD: gl.constexpr = STAGES if STAGES < K // COLUMNS else K // COLUMNS
-    tiles, programs = gl.cdiv(N, T) * (O // R), gl.num_programs(0)
+    BLOCKS: gl.constexpr = K // COLUMNS
+    AHEAD: gl.constexpr = STAGES if STAGES < BLOCKS else BLOCKS  # of the first tile: block i is in stage i
     first, row = place(gl.program_id(0), N, O, R, T, GROUP)
     for i in gl.static_range(AHEAD):
         mbarrier.expect(full.index(i), X.block_type.nbytes + W.block_type.nbytes)
@@ -97,18 +112,17 @@ def copy_tiles(
     gdc_wait()
     for i in gl.static_range(AHEAD):
         tma.async_copy_global_to_shared(X, [first, i * COLUMNS], full.index(i), x_ring.index(i))
-    done = 0
-    for tile in range(gl.program_id(0), tiles, programs):
+    number, begin = 0, AHEAD
+    for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
         first, row = place(tile, N, O, R, T, GROUP)
-        for k in range(K // COLUMNS):
-            if done + k >= AHEAD:
-                stage, turn = (done + k) % STAGES, (done + k) // STAGES
-                mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
-                ready = full.index(stage)
-                mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
-                tma.async_copy_global_to_shared(W, [row, k * COLUMNS], ready, w_ring.index(stage))
-                tma.async_copy_global_to_shared(X, [first, k * COLUMNS], ready, x_ring.index(stage))
-        done += K // COLUMNS
+        for block in range(begin, BLOCKS):
+            stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
+            tma.async_copy_global_to_shared(W, [row, block * COLUMNS], ready, w_ring.index(stage))
+            tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, x_ring.index(stage))
+        number, begin = number + 1, 0
 
 
 @gluon.jit
@@ -145,7 +159,7 @@ def multiply(
     FIRST: gl.constexpr = WHICH if SPLIT else 0
     MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
     gdc_wait()
-    done = 0
+    number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
         token, row = place(tile, N, O, R, T, GROUP)
         token += MINE
@@ -161,7 +175,7 @@ def multiply(
         if WAVES == 2:
             factor1 = scale_of(at1, scales, 0, e_stride)
         for block in range(FIRST, BLOCKS, STEP):
-            stage, turn = (done + block) % STAGES, (done + block) // STAGES
+            stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
             now, now1, later = factor, factor1, gl.minimum(block + STEP, BLOCKS - 1)
             mbarrier.wait(full.index(stage), turn & 1)
             x, w = x_ring.index(stage), w_ring.index(stage).permute([1, 0])
@@ -178,9 +192,8 @@ def multiply(
                 part = warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc1 += part * now1[:, None]
-        done += BLOCKS
         if SPLIT:  # the second warpgroup's part of the sums goes to the first by shared memory
-            turn = (done // BLOCKS - 1) & 1
+            turn = number & 1
             if WHICH == 1:
                 mbarrier.wait(summed.index(1), turn ^ 1)
                 parts.index(0).store(acc)
@@ -194,6 +207,7 @@ def multiply(
             write(OUT, out.index(WHICH), acc, token, row)
             if WAVES == 2:
                 write(OUT, out.index(WHICH), acc1, token + WAVE, row)
+        number += 1
     tma.store_wait(0)
 
 

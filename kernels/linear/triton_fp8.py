@@ -50,9 +50,10 @@ class Tile(NamedTuple):
 
     def stages(self, out: torch.dtype) -> int:
         """Tiles of 128 columns that fit in shared memory, beside those of the result and the sums that pass between the
-        warpgroups."""
+        warpgroups; as many for each warpgroup if split."""
         result = 64 * self.rows * (out.itemsize + 4 if self.split else 2 * out.itemsize)
-        return min(MOST_STAGES, (SHARED - result - (1 << 10)) // ((self.tokens + self.rows) * BLOCK))
+        stages = min(MOST_STAGES, (SHARED - result - (1 << 10)) // ((self.tokens + self.rows) * BLOCK))
+        return stages // 2 * 2 if self.split else stages
 
 
 @cache
