@@ -249,8 +249,7 @@ def even_pair(s, acc, l, m, shared, barriers, scale, done):
     fence_async_shared()
     mbarrier.arrive(between.index(A_WEIGHTS), count=1)
     l, acc = l * keep, acc * spread(keep)
-    mbarrier.wait(between.index(B_WEIGHTS), phase)
-    mbarrier.wait(ready.index(B_LEFT), phase)
+    mbarrier.wait(between.index(B_WEIGHTS), phase)  # and its keys, which the second warpgroup has multiplied
     fence_async_shared()
     return warpgroup_mma(at(weights, 1, done), at(k, B_LEFT, done), acc, is_async=True), l, m
 
@@ -289,8 +288,7 @@ def odd_tiles(
             weights.index(1).store(p.to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(between.index(B_WEIGHTS), count=1)
-            mbarrier.wait(between.index(A_WEIGHTS), phase)
-            mbarrier.wait(ready.index(A_RIGHT), phase)
+            mbarrier.wait(between.index(A_WEIGHTS), phase)  # and its keys, which the first warpgroup has multiplied
             fence_async_shared()
             acc = warpgroup_mma(at(weights, 0, done), at(k, A_RIGHT, done), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=[acc])

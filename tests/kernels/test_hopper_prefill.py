@@ -17,11 +17,12 @@ def on_cpu(monkeypatch, seed: int, programs: int) -> None:
     monkeypatch.setattr(triton, "dot_in_fp32", lambda x: False)
     monkeypatch.setattr(triton, "require_device", lambda name, *tensors: None)
     monkeypatch.setattr(triton, "MANY", True)
+    monkeypatch.setattr(triton, "FEW", 0)  # otherwise these would be the queries of a step
     monkeypatch.setattr(hopper_prefill, "attend_many", OnCPU(hopper_prefill.attend_many, seed))
 
 
 def rows(n: int, seed: int) -> torch.Tensor:
-    """bf16 [n, 512]; rows that no list names are NaN in `listed`."""
+    """bf16 [n, 512]."""
     return randn(n, D, seed=seed).cpu().bfloat16()
 
 
