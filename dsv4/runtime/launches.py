@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dsv4.cache.cache import Cache
+from dsv4.cache.paged import PagedCache
 from dsv4.cache.paged_view import PagedView
 from dsv4.kernels.launch import GPU
 from dsv4.kernels.recording import Launch, recorded
@@ -42,11 +43,16 @@ class Work(NamedTuple):
         room, rewind = captured_capacity(model, self.max_context), self.rewind
         cache = model.new_cache(self.batch, room, DEFAULT_MAX_REWIND if rewind is None else rewind)
         keep_kinds(model, cache)
+        left = self.prompt
         for tokens, skipped in pieces(self.prompt, model.chunk):
+            left -= skipped + tokens
             cache._main.advance(slice(0, self.batch), skipped)
+            cache._mtp.advance(slice(0, self.batch), skipped)
             ids, counts = torch.zeros(self.batch, tokens, dtype=torch.int64, device=META), [tokens]
             counts += [0] * (self.batch - 1)
-            model.append(ids, cache, counts, "last", return_streams=bool(len(model.mtp)), whole=False)
+            out = model.append(ids, cache, counts, "last", return_streams=bool(len(model.mtp)), whole=False)
+            if len(model.mtp) and self.drafts:
+                block(model, cache, out[1], ids, [tokens - (not left), *counts[1:]])  # the next token must be known
         steps(model, cache, self.drafts)
 
 
@@ -61,12 +67,19 @@ def launches(model: CausalLM, gpu: GPU, work: Runs) -> list[Launch]:
     return found.distinct
 
 
+def block(model: CausalLM, cache: Cache, streams: torch.Tensor, ids: torch.Tensor, counts: list[int]) -> None:
+    """The MTP block over a piece of a prompt: streams [B, T, n, d], ids [B, T]."""
+    if any(counts):
+        model.mtp_logits(streams[:, : max(counts)], ids[:, : max(counts)], cache, n_new=counts, logits="none")
+
+
 def steps(model: CausalLM, cache: Cache | PagedView, drafts: Sequence[int]) -> None:
-    """Steps of all rows of a cache, of one token and of these numbers of drafts more, and the MTP block's."""
+    """Steps of all rows of a cache, of one token and of these numbers of drafts more, and the MTP block's, which runs
+    as many tokens as a pass kept."""
     for width in sorted({1, *(1 + n for n in drafts)}):
         DecodeGraph(model, cache, width, whole=False)._run()
-        if len(model.mtp) and drafts:
-            BlockGraph(model, cache, width, whole=False)._run()
+    for width in range(1, max(drafts) + 2) if len(model.mtp) and drafts else ():
+        BlockGraph(model, cache, width, whole=False)._run()
 
 
 def keep_kinds(model: CausalLM, cache: Cache) -> None:
@@ -76,6 +89,8 @@ def keep_kinds(model: CausalLM, cache: Cache) -> None:
     for i, (layer, place) in enumerate(zip(model.layers, cache.layers)):
         held = (*layer.named_parameters(), *layer.named_buffers(), *place.tensors.items())
         kinds.setdefault(tuple((name, t.shape, t.dtype) for name, t in held), i)
+    if isinstance(cache, PagedCache):
+        cache.plan = [cache.plan[i] for i in kinds.values()] + list(cache.plan[len(cache.layers) :])
     for i in sorted(set(range(len(model.layers))) - set(kinds.values()), reverse=True):
         del model.layers[i]
     cache.layers = [cache.layers[i] for i in kinds.values()]
