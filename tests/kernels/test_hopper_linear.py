@@ -9,7 +9,9 @@ from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from tests.gluon import SEEDS, OnCPU
-from tests.kernels.products import randn
+from tests.kernels.products import CUDA, randn
+
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 
 
 def on_cpu(monkeypatch, seed: int, programs: int, stages: int) -> None:
@@ -47,6 +49,24 @@ def test_products_are_those_of_the_rounded_numbers(N, O, K, tile, programs, stag
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
     assert bool(((out.double() - right).abs() <= right.abs() * 2**-8 + size * 2**-20).all())
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("N", [1, 16, 64, 65, 128, 300, 1000])
+@pytest.mark.parametrize("O, K", [(4096, 4096), (1024, 4096), (32768, 1024), (4096, 8192), (256, 128)])
+def test_on_the_gpu(N, O, K):
+    """Every tile, and the one that is chosen, often: sums of a block keep 13 bits at least."""
+    x, w = randn(N, K, seed=3).bfloat16(), packed(O, K, True)
+    w = w._replace(weight=w.weight.cuda(), scale=w.scale.cuda())
+    given, held = triton_fp8.quantised(x), hold("linear", w)
+    rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
+    right, size = rounded @ wide, rounded.abs() @ wide.abs()
+    for tile in (None, *(Tile(64, rows, True) for rows in (32, 64, 128)), Tile(128, 128, False), Tile(256, 64, False)):
+        outs = [torch.full((N, O), float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        for out in outs:
+            triton_fp8.product(*given, held, out, tile)
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]), tile
+        assert bool(((outs[0].double() - right).abs() <= right.abs() * 2**-8 + size * 2**-12).all()), tile
 
 
 def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,9 +5,10 @@ import torch
 
 from dsv4.kernels.attention import hopper_prefill, reference, triton
 from tests.gluon import SEEDS, OnCPU
-from tests.kernels.products import randn
+from tests.kernels.products import CUDA, randn
 
 D, SCALE = 512, 512**-0.5
+HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 
 
 def on_cpu(monkeypatch, seed: int, programs: int) -> None:
@@ -60,6 +61,26 @@ def test_visible_entries(seed, monkeypatch):
     right = reference.hca_attention(q, window, wi, entries, visible, sink, SCALE)
     on_cpu(monkeypatch, seed, 2)
     close(triton.hca_attention(q, window, wi, entries, visible, sink, SCALE), right)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("N, H", [(200, 64), (150, 128), (1024, 64)])
+def test_on_the_gpu(N, H, monkeypatch):
+    """Beside `hopper.attend`, three times, whose results are equal bit for bit."""
+    q, window, entries = (t.cuda() for t in (rows(N * H, 1).view(N, H, D) * 3, rows(N + 128, 2), rows(2048, 3)))
+    wi, ei, sink = listed(N, 128, N, 4).cuda(), listed(N, 512, 2047, 5).cuda(), randn(H, seed=6)
+    seen = torch.randint(0, 2048, (1, N), device="cuda")
+    runs = (
+        lambda: triton.sparse_attention(q, window, wi, entries, ei, sink, SCALE),
+        lambda: triton.hca_attention(q[None], window, wi, entries[None], seen, sink, SCALE),
+    )
+    for run in runs:
+        right = run()
+        with monkeypatch.context() as patched:
+            patched.setattr(triton, "MANY", True)
+            outs = [run() for _ in range(3)]
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        close(outs[0], right)
 
 
 def close(out: torch.Tensor, right: torch.Tensor) -> None:
