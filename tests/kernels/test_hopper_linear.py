@@ -51,6 +51,7 @@ def test_products_are_those_of_the_rounded_numbers(N, O, K, tile, programs, stag
     assert bool(((out.double() - right).abs() <= right.abs() * 2**-8 + size * 2**-20).all())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("N", [1, 16, 64, 65, 128, 300, 1000])
 @pytest.mark.parametrize("O, K", [(4096, 4096), (1024, 4096), (32768, 1024), (4096, 8192), (256, 128)])

@@ -63,6 +63,7 @@ def test_visible_entries(seed, monkeypatch):
     close(triton.hca_attention(q, window, wi, entries, visible, sink, SCALE), right)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("N, H", [(200, 64), (150, 128), (1024, 64)])
 def test_on_the_gpu(N, H, monkeypatch):
