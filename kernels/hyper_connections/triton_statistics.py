@@ -29,6 +29,7 @@ FEW_SPLITS = 64  # programs of the same tokens, at most
 FEW_HELD = 2  # tokens of a program
 FEW_NUMBERS = 64  # numbers of fn that a thread holds
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
+ONCE_COLUMNS = 64  # most columns of a program that reads its part of fn once
 
 
 class Parts(NamedTuple):
@@ -81,6 +82,13 @@ def statistics(
             num_stages=1,
             launch_pdl=pdl,
         )
+        return new, Parts(data, M)
+    columns = max(MANY_COLUMNS, next_power(triton.cdiv(d, MANY_SPLITS)))
+    if tiles == 1 and columns <= ONCE_COLUMNS:
+        splits = triton.cdiv(d, columns)
+        data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
+        tail = *tail, MANY_TOKENS, columns
+        _statistics_once[(splits,)](out, streams, post, comb, fn, new, data, *tail, num_warps=8, launch_pdl=pdl)
         return new, Parts(data, M)
     pieces = torch.empty(3, MP, 4 * d, dtype=torch.bfloat16, device=device)
     _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, launch_pdl=pdl)
@@ -299,6 +307,67 @@ def _statistics_many(
     tl.store(PART + (split.to(tl.int64) * N + past + t) * MP + m, part, mask=inside)
 
 
+@triton.jit(do_not_specialize=["N"])
+def _statistics_once(
+    OUT,
+    H,
+    POST,
+    COMB,
+    FN,
+    NEW,
+    PART,
+    N,
+    d: tl.constexpr,
+    n: tl.constexpr,
+    M: tl.constexpr,
+    MP: tl.constexpr,
+    MERGES: tl.constexpr,
+    PDL: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
+    """`_statistics_bf16` for at most T tokens. No other program needs its columns of fn, so each splits its own."""
+    split, m = tl.program_id(0), tl.arange(0, MP)[None, :]
+    t, i, j = tl.arange(0, T)[:, None], split * C + tl.arange(0, C), tl.arange(0, 4 * C)[:, None]
+    c, live, out = i[None, :], (t < N) & (i[None, :] < d), 0.0
+    h, x, w = (), (), ()
+    f = _weights(FN, m, j // C, split * C + j % C, d, 4, M)  # side by side in memory; the product has them as c·4 + k
+    f = tl.reshape(tl.permute(tl.reshape(f, [4, C, MP]), (1, 0, 2)), [4 * C, MP])
+    high = narrow(f, tl.bfloat16)
+    middle = narrow(f - widen(high), tl.bfloat16)
+    low = narrow(f - widen(high) - widen(middle), tl.bfloat16)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    for k in tl.static_range(4):
+        h = h + (tl.load(H + (t * 4 + k) * d + c, mask=live, other=0.0),)
+    if MERGES:
+        out = tl.load(OUT + t * d + c, mask=live, other=0.0)
+        w = coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N, 4, True)
+    squares = tl.zeros((T, C), tl.float32)
+    for k in tl.static_range(4):
+        if MERGES:
+            x = x + (narrow(mixed(h, out, w, k, 4), tl.bfloat16),)
+            tl.store(NEW + (t * 4 + k) * d + c, x[k], mask=live)
+        else:
+            x = x + (h[k],)
+        squares += widen(x[k]) * widen(x[k])
+    y = tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), [T, 4 * C])
+    products = _summed(y, high, _summed(y, middle, _summed(y, low, tl.zeros((T, MP), tl.float32))))
+    part = tl.where(m == n, tl.sum(squares, 1)[:, None], products)
+    tl.store(PART + (split * N + t) * MP + m, part, mask=t < N)
+
+
+@triton.jit
+def _summed(y, f, products):
+    """products + y · f of bf16 tiles, exact but for the fp32 sums."""
+    if INTERPRETED:  # the interpreter's bf16 product returns garbage
+        products = tl.dot(widen(y), widen(f), products, input_precision="ieee")
+    else:
+        products = tl.dot(y, f, products)
+    return products
+
+
 @triton.jit
 def _split_weights(FN, PIECES, d: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, PDL: tl.constexpr, B: tl.constexpr):
     """fn fp32 [M, 4, d] → bf16 [3, MP, d, 4]: three numbers whose sum is fn's (24 bits are 3 × 8), with rows in the
@@ -367,9 +436,6 @@ def _statistics_bf16(
             squares += widen(x[k]) * widen(x[k])
         y = tl.reshape(tl.join(tl.join(x[0], x[2]), tl.join(x[1], x[3])), [T, 4 * C])
         for piece in tl.static_range(3):
-            if INTERPRETED:  # the interpreter's bf16 product returns garbage
-                products = tl.dot(widen(y), widen(f[2 - piece]), products, input_precision="ieee")
-            else:
-                products = tl.dot(y, f[2 - piece], products)
+            products = _summed(y, f[2 - piece], products)
     part = tl.where(m == n, tl.sum(squares, 1)[:, None], products)
     tl.store(PART + (split.to(tl.int64) * N + past + t) * MP + m, part, mask=inside)
