@@ -1,9 +1,9 @@
 """Products with a weight as stored, on a GPU.
 
 Up to TOKENS tokens, reading the weight takes the time: it is streamed once (`triton_skinny`). For a few more tokens a
-small weight is streamed several times, because tiles in sequence are slower. More tokens, large weights and weights
-whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16
-accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480.
+small weight is streamed for groups of TOKENS, because tiles in sequence are slower. More tokens, large weights and
+weights whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products
+of bf16 accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480.
 """
 
 import torch
@@ -25,7 +25,7 @@ from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 from dsv4.kernels.rms_norm.triton import rms_norm
 
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
-AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
+AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
 AGAIN_BYTES = 24 << 20
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
@@ -69,16 +69,8 @@ def products(
     ]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at : at + SLOTS]
-        for t in range(0, N, TOKENS):
-            few = slice(t, t + TOKENS)
-            stream(
-                x[few],
-                norm,
-                eps,
-                [held[i] for i in some],
-                [bool(simulate[i]) for i in some],
-                [outs[i][few] for i in some],
-            )
+        given = [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some]
+        stream(x, norm, eps, *given)
     rest = [i for i in range(len(held)) if i not in streamed]
     if rest and norm is not None:
         x = rms_norm(x, norm, eps)
