@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dot_in_fp32, processors, require_device
 from dsv4.kernels.linear import reference
+from dsv4.kernels.linear import triton_batch as batch
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
@@ -64,19 +65,27 @@ def products(
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
-    streamed = [
-        i for i, h in enumerate(held) if h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)
-    ]
+    small = N <= AGAIN and all(h.weight.nbytes <= AGAIN_BYTES for h in held if h.streams)
+    streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or small)]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at : at + SLOTS]
         given = [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some]
         stream(x, norm, eps, *given)
     rest = [i for i in range(len(held)) if i not in streamed]
-    if rest and norm is not None:
-        x = rms_norm(x, norm, eps)
-    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if any(simulate[i] for i in rest) else None
+    rounds, tiled = any(simulate[i] for i in rest), [i for i in rest if batch.takes(held[i], N)]
+    if len(tiled) == 1 and norm is None and not order(held[tiled[0]]):
+        tiled = []  # one launch without it
+    if rest and norm is not None and (rounds or tiled != rest):
+        x, norm = rms_norm(x, norm, eps), None
+    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if rounds else None
+    for at in range(0, len(tiled), SLOTS):
+        some = tiled[at : at + SLOTS]
+        flags = [bool(simulate[i]) for i in some]
+        batch.tiles(x, norm, eps, [held[i] for i in some], [outs[i] for i in some], rounded, flags)
     ready = {}
     for i in rest:
+        if i in tiled:
+            continue
         key = bool(simulate[i]), order(held[i])
         if key not in ready:
             ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
@@ -89,7 +98,8 @@ def grouped(
 ) -> torch.Tensor:
     """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
 
-    cis fp32 [N, d], few tokens only: the last d columns of each head of `head` columns are rotated in the kernel.
+    cis fp32 [N, d], few tokens or `turns_within` only: the last d columns of each head of `head` columns are rotated in
+    the kernel.
     """
     h = hold(name, w)
     require_device(name, x, h.weight, h.scale, h.glob)
@@ -101,7 +111,11 @@ def grouped(
     if not N or not h.O:
         return out
     if not (N <= TOKENS and h.streams):
-        if cis is not None:
+        turned = 0 if cis is None else cis.shape[1]
+        if batch.turns_within(h, x, groups, head, turned):
+            batch.tiles(x, None, 0.0, [h], [out], groups=groups, turns=cis, head=head)
+            return out
+        if turned:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
         gemm(name, arrange(x.reshape(N * groups, h.K), order(h)).view(N, -1) if order(h) else x, h, out, groups)
         return out
