@@ -43,8 +43,8 @@ def statistics(
     streams: torch.Tensor, fn: torch.Tensor, merged: tuple[torch.Tensor | Unsummed, torch.Tensor, torch.Tensor] | None
 ) -> tuple[torch.Tensor, Parts]:
     """Streams [N, n, d] (N ≥ 1, contiguous), after `mhc_post` with merged = (out, post, comb) unless None, and their
-    parts. An out that is not summed over ranks yet is summed while it is merged where `OneShot.joins`, before it
-    otherwise."""
+    parts. An out that is not summed yet is summed while it is merged: over ranks where `OneShot.joins`, over experts up
+    to MERGED tokens; before it otherwise."""
     (N, n, d), M, device = streams.shape, fn.shape[0], streams.device
     out, post, comb = merged or (streams, fn, fn)
     new = streams if merged is None else torch.empty_like(streams)
@@ -60,12 +60,12 @@ def statistics(
         tail = *tail, T, columns, *ranks, BLOCK
         _statistics_few[grid](*given, streams, post, comb, fn, new, data, *tail, num_warps=warps, launch_pdl=pdl)
         return new, Parts(data, M)
-    out = sum_now(out)
     tiles, chunks = triton.cdiv(N, MANY_TOKENS), triton.cdiv(d, MANY_COLUMNS)
     each = triton.cdiv(chunks, min(chunks, MANY_SPLITS, max(1, 4 * processors(device) // tiles)))
     grid = triton.cdiv(chunks, each), tiles
     data = torch.empty(grid[0], N, MP, dtype=torch.float32, device=device)
     if n != 4 or streams.dtype is not torch.bfloat16:
+        out = sum_now(out)
         _statistics_many[grid](
             out,
             streams,
@@ -87,9 +87,11 @@ def statistics(
     if tiles == 1 and columns <= ONCE_COLUMNS:
         splits = triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
-        tail = *tail, MANY_TOKENS, columns
-        _statistics_once[(splits,)](out, streams, post, comb, fn, new, data, *tail, num_warps=8, launch_pdl=pdl)
+        rows, expert_count = _rows(out, streams.dtype)
+        tail = *tail, MANY_TOKENS, columns, expert_count
+        _statistics_once[(splits,)](*rows, streams, post, comb, fn, new, data, *tail, num_warps=8, launch_pdl=pdl)
         return new, Parts(data, M)
+    out = sum_now(out)
     pieces = torch.empty(3, MP, 4 * d, dtype=torch.bfloat16, device=device)
     _split_weights[(MP, triton.cdiv(d, 256))](fn, pieces, d, M, MP, pdl, 256, num_warps=4, launch_pdl=pdl)
     # Two programs fit on a multiprocessor, so one loads while the other multiplies.
@@ -119,10 +121,21 @@ def _given(
 ) -> tuple[tuple, tuple[int, int]]:
     """What `_statistics_few` is given for `out` in so many programs of `words` numbers each: (out, indices, shared,
     buffers, epochs, rank) as `_exchange` is, and (ranks, experts of a token)."""
-    if isinstance(out, Unsummed) and out.dtype is dtype and out.exchange.joins(programs, warps, words):
+    joins = isinstance(out, Unsummed) and out.exchange is not None and out.exchange.joins(programs, warps, words)
+    if joins and out.dtype is dtype:
         (part, _, each), exchange = operands(out.part), out.exchange
         return (*part, exchange.buffers, exchange.epochs, exchange.rank), (exchange.size, each)
-    return (sum_now(out), None, None, None, None, 0), (1, 0)
+    rows, each = _rows(out, dtype)
+    return (*rows, None, None, 0), (1, each)
+
+
+def _rows(out: torch.Tensor | Unsummed, dtype: torch.dtype) -> tuple[tuple, int]:
+    """`out` of one rank as kernels are given it: (numbers or experts' rows, indices or None, shared rows or None), and
+    experts of a token. A sum over ranks, or one in another dtype, is taken first."""
+    if isinstance(out, Unsummed) and out.exchange is None and out.dtype is dtype:
+        given, _, each = operands(out.part)
+        return given, each
+    return (sum_now(out), None, None), 0
 
 
 @triton.jit
@@ -228,6 +241,8 @@ def _statistics_few(
             if R > 1:
                 mine, live = y.to(tl.int32, bitcast=True), (t < N) & (c < d)
                 y = rounded(summed(own, rank, place, epoch, i * C + at, mine, live, R, BLOCK), NEW.dtype.element_ty)
+            elif INDICES is not None:
+                y = rounded(y, NEW.dtype.element_ty)
         for k in tl.static_range(n):
             if MERGES:
                 x = x + (narrow(mixed(h, y, w[i], k, n, i * n), NEW.dtype.element_ty),)
@@ -310,6 +325,8 @@ def _statistics_many(
 @triton.jit(do_not_specialize=["N"])
 def _statistics_once(
     OUT,
+    INDICES,
+    SHARED,
     H,
     POST,
     COMB,
@@ -325,6 +342,7 @@ def _statistics_once(
     PDL: tl.constexpr,
     T: tl.constexpr,
     C: tl.constexpr,
+    EACH: tl.constexpr,
 ):
     """`_statistics_bf16` for at most T tokens. No other program needs its columns of fn, so each splits its own."""
     split, m = tl.program_id(0), tl.arange(0, MP)[None, :]
@@ -342,7 +360,11 @@ def _statistics_once(
     for k in tl.static_range(4):
         h = h + (tl.load(H + (t * 4 + k) * d + c, mask=live, other=0.0),)
     if MERGES:
-        out = tl.load(OUT + t * d + c, mask=live, other=0.0)
+        if INDICES is None:
+            out = tl.load(OUT + t * d + c, mask=live, other=0.0)
+        else:
+            token = tl.minimum(t, N - 1).to(tl.int64)
+            out = rounded(combined(OUT, INDICES, SHARED, token, c, live, d, EACH), NEW.dtype.element_ty)
         w = coefficients(POST, COMB, tl.arange(0, T), tl.arange(0, T) < N, 4, True)
     squares = tl.zeros((T, C), tl.float32)
     for k in tl.static_range(4):
