@@ -23,7 +23,7 @@ from dsv4.kernels.linear.triton_words import launch_dependents
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import narrow
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
-from dsv4.kernels.rms_norm.triton import rms_norm
+from dsv4.kernels.rms_norm.triton import rms_norm, rms_norm_fp8
 
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
 AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
@@ -72,25 +72,42 @@ def products(
         given = [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some]
         stream(x, norm, eps, *given)
     rest = [i for i in range(len(held)) if i not in streamed]
-    rounds, tiled = any(simulate[i] for i in rest), [i for i in rest if batch.takes(held[i], N)]
-    if len(tiled) == 1 and norm is None and not order(held[tiled[0]]):
-        tiled = []  # one launch without it
-    if rest and norm is not None and (rounds or tiled != rest):
+    if rest:
+        given = [held[i] for i in rest], [bool(simulate[i]) for i in rest], [outs[i] for i in rest]
+        _multiply(name, x, norm, eps, *given)
+    return outs
+
+
+def _multiply(
+    name: str,
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    held: list[Held],
+    simulate: list[bool],
+    outs: list[torch.Tensor],
+) -> None:
+    """`products` by tiles: together where that saves a launch, others one by one."""
+    every, apart = range(len(held)), norm is None and len(held) == 1 and not any(simulate) and not order(held[0])
+    tiled = [i for i in every if not apart and batch.takes(held[i], len(x))]
+    rounded = None
+    if norm is not None and all(simulate) and len(tiled) == len(held):
+        x, norm, simulate = rms_norm_fp8(x, norm, eps, ACTIVATION_BLOCK), None, [False for _ in every]
+    elif norm is not None and (any(simulate) or len(tiled) < len(held)):
         x, norm = rms_norm(x, norm, eps), None
-    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if rounds else None
+    if any(simulate):
+        rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     for at in range(0, len(tiled), SLOTS):
         some = tiled[at : at + SLOTS]
-        flags = [bool(simulate[i]) for i in some]
-        batch.tiles(x, norm, eps, [held[i] for i in some], [outs[i] for i in some], rounded, flags)
+        given = ([each[i] for i in some] for each in (held, outs, simulate))
+        batch.tiles(x, norm, eps, *given, rounded)
     ready = {}
-    for i in rest:
-        if i in tiled:
-            continue
-        key = bool(simulate[i]), order(held[i])
-        if key not in ready:
-            ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
-        gemm(name, ready[key], held[i], outs[i], 1)
-    return outs
+    for i in every:
+        if i not in tiled:
+            key = simulate[i], order(held[i])
+            if key not in ready:
+                ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
+            gemm(name, ready[key], held[i], outs[i], 1)
 
 
 def grouped(
@@ -113,7 +130,7 @@ def grouped(
     if not (N <= TOKENS and h.streams):
         turned = 0 if cis is None else cis.shape[1]
         if batch.turns_within(h, x, groups, head, turned):
-            batch.tiles(x, None, 0.0, [h], [out], groups=groups, turns=cis, head=head)
+            batch.tiles(x, None, 0.0, [h], [out], [False], groups=groups, turns=cis, head=head)
             return out
         if turned:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")

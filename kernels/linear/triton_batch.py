@@ -18,8 +18,7 @@ from dsv4.kernels.quantize.triton_codes import narrow
 
 MOST = 64  # tokens
 ROWS = 64  # of a tile
-FEW = 2  # tiles a multiprocessor up to which each loads DEEP tiles ahead, so that enough bytes are on their way
-DEEP, SHALLOW = 5, 3
+DEEP, SHALLOW = 5, 3  # tiles of columns that are loaded ahead
 
 
 def tile_rows(fp32: bool) -> int:
@@ -53,8 +52,8 @@ def tiles(
     eps: float,
     held: list[Held],
     outs: list[torch.Tensor],
+    simulate: list[bool],
     rounded: torch.Tensor | None = None,
-    simulate: list[bool] | None = None,
     groups: int = 1,
     turns: torch.Tensor | None = None,
     head: int = 1,
@@ -65,7 +64,6 @@ def tiles(
     (cos, sin in turn) rotates the last d columns of each head of `head`, see `turns_within`.
     """
     N, K = x.shape[0], held[0].K
-    simulate = simulate or [False] * len(held)
     kinds: dict[tuple, list[int]] = {}
     for i, (h, sim, out) in enumerate(zip(held, simulate, outs, strict=True)):
         fp32 = dot_in_fp32(x) or h.format == "fp32"
@@ -115,12 +113,13 @@ def tiles(
 
 
 def _stages(programs: int, fp32: bool, device: torch.device) -> int:
-    """Tiles loaded ahead: shared memory of capabilities 8.6, 8.9 and 12.0 is 99 KB a block."""
+    """Tiles of columns that a program loads ahead: more where it has a multiprocessor for itself, so that enough bytes
+    are on their way. Shared memory of capabilities 8.6, 8.9 and 12.0 is 99 KB a block."""
     if fp32:
         return 1
     if capability(device) not in ((8, 0), (9, 0), (10, 0)):
         return 2
-    return DEEP if programs <= FEW * processors(device) else SHALLOW
+    return DEEP if programs <= processors(device) else SHALLOW
 
 
 @triton.jit
