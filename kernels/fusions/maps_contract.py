@@ -108,7 +108,7 @@ def linear_sizes(w) -> dict:
         for N in (1, 8)
         for simulate in ((False, True) if kind in quantised else (False,))
     ]
-    compiled = [dict(kind=k, tokens=N, simulate=s) for N in (1, 10) for s in (True, False) for k in quantised]
+    compiled = [dict(kind=k, tokens=N, simulate=s) for N in (1, 10, 32, 64) for s in (True, False) for k in quantised]
     return {"bench": bench, "compiled": compiled}
 
 
@@ -182,7 +182,7 @@ def head_inputs(w, draw, tokens) -> tuple:
 
 
 def head_sizes(w) -> dict:
-    return {"bench": [dict(tokens=N) for N in (1, 8, 512)], "compiled": [dict(tokens=N) for N in (1, 10)]}
+    return {"bench": [dict(tokens=N) for N in (1, 8, 512)], "compiled": [dict(tokens=N) for N in (1, 10, 32, 64)]}
 
 
 PROJECT_HEADS = Contract(

@@ -30,6 +30,7 @@ FEW_HELD = 2  # tokens of a program
 FEW_NUMBERS = 64  # numbers of fn that a thread holds
 MANY_TOKENS, MANY_COLUMNS, MANY_SPLITS = 64, 32, 128
 ONCE_COLUMNS = 64  # most columns of a program that reads its part of fn once
+ONCE_CAPABILITIES = 0, 9, 10  # the interpreter's, and those of wgmma and tcgen05; others would spill registers
 
 
 class Parts(NamedTuple):
@@ -84,7 +85,7 @@ def statistics(
         )
         return new, Parts(data, M)
     columns = max(MANY_COLUMNS, next_power(triton.cdiv(d, MANY_SPLITS)))
-    if tiles == 1 and columns <= ONCE_COLUMNS:
+    if tiles == 1 and columns <= ONCE_COLUMNS and capability(device)[0] in ONCE_CAPABILITIES:
         splits = triton.cdiv(d, columns)
         data = torch.empty(splits, N, MP, dtype=torch.float32, device=device)
         rows, expert_count = _rows(out, streams.dtype)

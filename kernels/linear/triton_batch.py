@@ -18,6 +18,7 @@ from dsv4.kernels.quantize.triton_codes import narrow
 
 MOST = 64  # tokens
 ROWS = 64  # of a tile
+WGMMA = 9, 10  # capabilities whose products of 64 rows keep their sums apart; others need more warps for them
 DEEP, SHALLOW = 5, 3  # tiles of columns that are loaded ahead
 
 
@@ -106,7 +107,7 @@ def tiles(
         head,
         0 if turns is None else turns.shape[1],
         early,
-        num_warps=4,
+        num_warps=8 if tokens == 64 and capability(x.device)[0] not in WGMMA else 4,
         num_stages=_stages(first, fp32, x.device),
         launch_pdl=early,
     )

@@ -100,6 +100,7 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield f"{name} {shown(widths, sizes)}", partial(functions[name], *arguments)
     for ranks in RANKS:
         yield from exchanges(ranks)
+    yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
 
 
@@ -109,6 +110,17 @@ def products_of_fp8() -> None:
     w = productions()["linear"].drawn(FLASH, 0, "meta", form=FP8, rows=4096, columns=FLASH.hidden_size, tokens=1)[1]
     if triton_fp8.takes(held := hold("linear", w), x.device):
         triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+
+
+def sums_of_experts() -> Iterator[tuple[str, Callable]]:
+    """Of one rank, while a sublayer's result is merged."""
+    meta, d, k = torch.device("meta"), FLASH.hidden_size, FLASH.num_experts_per_tok
+    for N in (1, 8, 64):
+        rows = torch.empty(N * k, d, dtype=torch.bfloat16, device=meta)
+        indices, shared = torch.empty(N, k, dtype=torch.int64, device=meta), torch.empty(N, d, device=meta)
+        drawn = productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=N)
+        later = Unsummed(ExpertRows(rows, indices, shared), torch.bfloat16, None)
+        yield f"merged experts, {N} tokens", partial(mhc_post_pre_norm, later, *drawn[1:])
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:
