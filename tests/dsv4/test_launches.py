@@ -77,6 +77,17 @@ def test_steps_of_more_rows_launch_nothing_of_torch_either(model, monkeypatch, b
     assert [name for name in counted.names if name.startswith("torch ")] == []
 
 
+def test_a_watched_mixture_gives_its_whole_sum(model, monkeypatch):
+    """Otherwise the kernel that merges it adds up experts' rows."""
+    counted, seen = Launches(monkeypatch), []
+    captured(model, counted, 3, 80)
+    assert "combine_experts" not in counted.names
+    watch = model.layers[1].ffn.register_forward_hook(lambda *given: seen.append(given[-1]))
+    captured(model, counted, 3, 80)
+    watch.remove()
+    assert counted.names.count("combine_experts") == 1 and [type(x) for x in seen] == [torch.Tensor]
+
+
 def test_launches_of_a_chunk(model, monkeypatch):
     """A whole chunk behind another one: of each kind the second layer, which shares what depends on positions alone."""
     # Triton's; torch's, half of them decoding 127 rows of the window

@@ -254,3 +254,4 @@ def test_rows_of_experts_are_added_up_while_they_are_merged(tokens, dtype, share
     rest = *case.mixing[1:], *case.weights, 3, EPS, EPS, case.weight, EPS
     later = mhc_post_pre_norm(Unsummed(found, dtype, None), *rest)
     assert all(map(torch.equal, later, mhc_post_pre_norm(found.combine(dtype), *rest)))
+    assert torch.equal(Unsummed(found, dtype, None).to(torch.device(DEVICE)), found.combine(dtype))
