@@ -1,20 +1,24 @@
-"""Times of FP8 products on tensor cores, on a GPU, to choose the tile of `kernels/linear/triton_fp8.py` by.
+"""Times of FP8 products on tensor cores, on a GPU, to choose the tiles of `kernels/linear/triton_fp8.py` by.
 
-    python scripts/tune_fp8.py [--tokens 64,256,4096] [--seconds 200]
+    python scripts/tune_fp8.py [--tokens 16,64,256,4096] [--seconds 200]
 
 Each tile is first held against `linear` of the same rounded activations. A line: µs, cold L2, with and without rounding
-the activations, TFLOPS of the product, and how far the result is off, over the largest number. `now`: `linear`.
+the activations, TFLOPS of the product, and how far the result is off, over the largest number. `now`: `linear`;
+`chosen`: the tile that `tile_for` gives.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from dsv4.kernels.launch import processors
 from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.triton_weights import hold
@@ -22,19 +26,27 @@ from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from scripts.bench.timing import Clock
 
 SHAPES = ((4096, 4096), (4096, 8192), (32768, 1024), (1024, 4096))  # rows and columns of the weight
-TILES = (  # tokens, rows, warps, stages
-    *((64, 128, 4, stages) for stages in (3, 4, 5)),
-    *((128, 128, 8, stages) for stages in (3, 4)),
-    *((128, 64, 4, stages) for stages in (4, 5)),
-    *((64, 64, 4, stages) for stages in (4, 6)),
-    (128, 128, 4, 4),
-)
+PIPELINED = ((64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 3))  # tokens, rows, warps, stages
 REPLAYS = 20
+
+
+def ways(N: int, O: int) -> Iterator[tuple[str, Callable]]:
+    """(name, product) of the tiles that are tried."""
+    chosen = triton_fp8.tile_for(N, O, processors(torch.device("cuda")))
+    yield f"chosen {tuple(chosen)}", triton_fp8.product
+    tokens = {64} | {t for t in (128, 256) if N > t // 2}
+    for t in sorted(tokens):
+        for rows in (32, 64, 128) if t < 256 else (64, 128):
+            tile = triton_fp8.Tile(t, rows, t == 64)
+            if tile != chosen:
+                yield f"{tuple(tile)}", partial(triton_fp8.product, tile=tile)
+    for pipelined in PIPELINED if N > 64 else ():
+        yield f"pipelined {pipelined}", partial(triton_fp8.pipelined_product, tile=pipelined)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[64, 256, 4096])
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[16, 64, 256, 4096])
     parser.add_argument("--seconds", type=float, default=200.0)
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -51,22 +63,21 @@ def main() -> int:
             right, out = linear.linear(x, w, True), torch.empty(N, O, dtype=torch.bfloat16, device="cuda")
             print(f"{O}×{K}, {N} tokens: now {timed(lambda: linear.linear(x, w, True)):.1f} µs", flush=True)
             given, held = triton_fp8.quantised(x), hold("linear", w)
-            for tile in TILES:
+            for name, product in ways(N, O):
                 if time.monotonic() - begun > args.seconds:
                     print("not begun: the time was up")
                     return int(bool(wrong))
-                triton_fp8.TILE = tile
                 try:
-                    triton_fp8.product(*given, held, out)
+                    product(*given, held, out)
                     off = float((out.float() - right.float()).abs().max() / right.float().abs().max())
-                    alone = timed(lambda: triton_fp8.product(*given, held, out))
-                    whole = timed(lambda: triton_fp8.product(*triton_fp8.quantised(x), held, out))
+                    alone = timed(lambda: product(*given, held, out))
+                    whole = timed(lambda: product(*triton_fp8.quantised(x), held, out))
                 except Exception as failure:  # a tile that does not fit
-                    print(f"  {tile}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}", flush=True)
+                    print(f"  {name}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}", flush=True)
                     continue
                 wrong += off > 0.01
                 rate = 2 * N * O * K / alone / 1e6
-                print(f"  {tile}: {whole:.1f}, {alone:.1f} µs, {rate:.0f} TFLOPS, off {off:.1e}", flush=True)
+                print(f"  {name}: {whole:.1f}, {alone:.1f} µs, {rate:.0f} TFLOPS, off {off:.1e}", flush=True)
     return int(bool(wrong))
 
 

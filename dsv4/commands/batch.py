@@ -10,7 +10,14 @@ from pathlib import Path
 
 from dsv4.cache.paged import PagedCache, new_paged_cache
 from dsv4.cache.paging import BLOCK, PRESSURE_PERCENT, pool_pages
-from dsv4.commands.generate import Session, drafts_asked, make_drafter, speculation_notes, termination_notes
+from dsv4.commands.generate import (
+    Session,
+    drafts_asked,
+    make_drafter,
+    model_config,
+    speculation_notes,
+    termination_notes,
+)
 from dsv4.engine.batch import REWIND, BatchEngine
 from dsv4.engine.device_batch import DeviceBatch
 from dsv4.engine.engine import Engine
@@ -92,9 +99,15 @@ class Options:
         return {"drafter": make_drafter(self.speculate), "policy": self.policy}
 
 
-def run_batch(load: Callable[[], Session], file: Path, options: Options, write: Callable[[dict], None]) -> int:
+def run_batch(
+    load: Callable[[list[Request]], Session],
+    checkpoint: Path,
+    file: Path,
+    options: Options,
+    write: Callable[[dict], None],
+) -> int:
     """Run the requests of a file, or of standard input ("-"); `write` gets each result as a document as it ends, then
-    {"figures": …}. Returns how many failed.
+    {"figures": …}. load: loads the checkpoint, for these requests. Returns how many failed.
 
     Raises InputError for a file that cannot be read or holds no request, and a report that cannot be written, before
     `load` is called, and for a drafter that the model cannot run.
@@ -107,9 +120,10 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         )
     if options.report is not None:
         check_can_report(options.report)
-    session = load()
-    tokenizer, encode = _encoder(session)
-    documents = []
+    tokenizer, encode = _encoder(checkpoint)
+    found, documents = list(read_requests(lines, encode, options.speculate)), []
+    asked = [r for r in found if isinstance(r, Request)]
+    session = load(asked)
 
     def finish(result: Result) -> None:
         stopped = result.stop_reason == "eos"
@@ -117,11 +131,10 @@ def run_batch(load: Callable[[], Session], file: Path, options: Options, write: 
         documents.append(request_document(result, text))
         write(documents[-1])
 
-    found = list(read_requests(lines, encode, options.speculate))
     if options.batched and session.model.expert_tier is not None:
         session.model.expert_tier.check(options.rows)
     use = ExpertUse(session.model)
-    engine = new_engine(session.model, [r for r in found if isinstance(r, Request)], options, session.stop_ids, finish)
+    engine = new_engine(session.model, asked, options, session.stop_ids, finish)
     for item in found:
         engine.submit(item) if isinstance(item, Request) else finish(item)
     use.mark()
@@ -168,16 +181,17 @@ def _read(file: Path) -> list[str]:
         ) from None
 
 
-def _encoder(session: Session) -> tuple[Tokenizer | None, Callable[[str], list[int]]]:
-    model, path = session.model, session.checkpoint
-    tokenizer = Tokenizer(path, model.config.vocab_size) if (path / "tokenizer.json").is_file() else None
+def _encoder(path: Path) -> tuple[Tokenizer | None, Callable[[str], list[int]]]:
+    """The tokenizer of a checkpoint directory, None without a tokenizer.json, and what encodes a prompt."""
+    config = model_config(path)
+    tokenizer = Tokenizer(path, config.vocab_size) if (path / "tokenizer.json").is_file() else None
 
     def encode(text: str) -> list[int]:
         if tokenizer is None:
             raise InputError(f"{path} has no tokenizer.json; give token_ids")
         if not text:
             raise InputError("the prompt is empty; give it text, or token_ids")
-        return families.of(model.config).prompt_ids(tokenizer, text, model.config)
+        return families.of(config).prompt_ids(tokenizer, text, config)
 
     return tokenizer, encode
 

@@ -294,6 +294,9 @@ def batch(
     from dsv4.commands import generate as run
     from dsv4.commands import tables
     from dsv4.commands.batch import Options, run_batch
+    from dsv4.commands.foreseen import Foreseen
+    from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
+    from dsv4.engine.state import Request
     from dsv4.model.expert_memory import expert_memory_named
     from dsv4.model.gqa.choice import attention_named
     from dsv4.runtime import user_kernels
@@ -316,12 +319,18 @@ def batch(
 
     documents, begun = [], time.perf_counter()
 
-    def load() -> run.Session:
+    def load(asked_for: list[Request]) -> run.Session:
         stack.enter_context(limited_threads(run.model_config(checkpoint).hidden_size, threads))
+        choices, finish = run.Choices(numerics, backend, device, cache, index_cache), None
+        on_device = loop == "device" or embedding_memory == "host"
+        if asked_for and compiles_ahead(choices, experts, kernels, on_device):
+            subject = Subject(checkpoint, None, None, reads, (asked() or (0, 1))[1], expert_parallel)
+            work = Foreseen.of(asked_for, options)
+            finish = stack.enter_context(compiling(subject, choices, work, shown=not quiet))
         with progress_bar("loading", shown=not quiet) as loading:
             session = run.Session(
                 checkpoint,
-                run.Choices(numerics, backend, device, cache, index_cache),
+                choices,
                 progress=loading,
                 attention=reads,
                 kernels=kernels,
@@ -329,6 +338,8 @@ def batch(
                 expert_memory=experts,
                 embedding_memory=embedding_memory,
             )
+        if finish is not None:
+            told(finish(), quiet)
         opened.append(session.model)
         _say(user_kernels.before(session.model), quiet)
         return session
@@ -338,7 +349,7 @@ def batch(
         show(json.dumps(document, ensure_ascii=False) + "\n")
 
     with ExitStack() as stack:
-        failed = run_batch(load, requests, options, write)
+        failed = run_batch(load, checkpoint, requests, options, write)
     if not quiet:
         tables.batch(documents[:-1], documents[-1]["figures"], time.perf_counter() - begun, wide(stderr=True))
     for model in opened:

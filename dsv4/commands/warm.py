@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what needs torch is imported within the commands
     from dsv4.model.gqa.choice import Attention
     from dsv4.model.ranks import Ranks
     from dsv4.runtime.compiling import Compiled
-    from dsv4.runtime.launches import Work
+    from dsv4.runtime.launches import Runs
 
 
 def warm(
@@ -155,7 +155,7 @@ class Subject(NamedTuple):
 
 @contextmanager
 def compiling(
-    subject: Subject, choices: "Choices", work: "Work", jobs: int | None = None, shown: bool = True
+    subject: Subject, choices: "Choices", work: "Runs", jobs: int | None = None, shown: bool = True
 ) -> Iterator[Callable[[], "Compiled"]]:
     """Compile what `work` launches beside the block, which gets a function that waits until it is done and says what it
     was. Of several ranks the first compiles, and all wait for it. Nothing may have used CUDA. Left by an exception, it

@@ -33,7 +33,7 @@ from dsv4.kernels.recording import Launch, target_of
 from dsv4.kernels.triton_cache import triton_key
 from dsv4.model.causal import CausalLM
 from dsv4.parallel.ranks_asked import end_with
-from dsv4.runtime.launches import Work, launches
+from dsv4.runtime.launches import Runs, Work, launches
 from dsv4.runtime.threads import usable_processors
 
 CONTEXT = get_context("fork")
@@ -60,7 +60,7 @@ class Compiled(NamedTuple):
 class Compiling:
     """What compiles, beside this process; `wait` until it is done."""
 
-    def __init__(self, plan: Callable[[], CausalLM], subject: object, work: Work, gpu: GPU, jobs: int | None = None):
+    def __init__(self, plan: Callable[[], CausalLM], subject: object, work: Runs, gpu: GPU, jobs: int | None = None):
         """plan: makes the model of the backend triton on the device `meta`. subject: all that it depends on, as
         something with a repr. jobs: processes; default: one a usable processor. Nothing may have used CUDA: a fork of a
         process that did cannot be trusted."""
@@ -104,7 +104,7 @@ class Compiling:
             self._process.join()
 
 
-def mark(subject: object, work: Work, gpu: GPU) -> Path:
+def mark(subject: object, work: Runs, gpu: GPU) -> Path:
     """The file in Triton's cache that says that this request was compiled whole, by these sources and versions."""
     from triton import __version__, knobs
 
@@ -155,7 +155,7 @@ def present_gpu(index: int = 0) -> GPU:
 # ---- in processes that are forked ---------------------------------------------------------
 
 
-def _compile_all(plan: Callable[[], CausalLM], work: Work, gpu: GPU, jobs: int, said: Connection) -> None:
+def _compile_all(plan: Callable[[], CausalLM], work: Runs, gpu: GPU, jobs: int, said: Connection) -> None:
     """Find what is launched and compile it. Sends (done, of) after every kernel, then `Compiled`."""
     global _found
     end_with(parent_process().pid)

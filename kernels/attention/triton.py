@@ -10,8 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dsv4.kernels.attention import hopper
+from dsv4.kernels.attention import hopper, hopper_prefill
 from dsv4.kernels.attention.triton_tiles import attend, merge
 from dsv4.kernels.cache_rows import PackedRows, RowFormat
 from dsv4.kernels.errors import UnsupportedInput
@@ -27,6 +29,7 @@ from dsv4.kernels.launch import (
 
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
+MANY = False  # whether `hopper_prefill` takes many queries: not before it is timed on a GPU
 MERGED = 2048  # numbers that a program, one warp, merges at a time
 FEW = 16  # queries of a batch row that are planned as one
 MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # cost of merging: a launch, and partial outputs written and read through L2
@@ -171,7 +174,9 @@ def _launch(
         *seen.stride(),
     )
     grid = (N * -(-H // tile.heads), splits)
-    if tile.copied:
+    if _many(tile, splits, packed, q, N // alike):
+        _attend_many(common[3:], q, out, (window.row, far.row, listed), min(grid[0], processors(q.device)), dependent)
+    elif tile.copied:
         hopper.attend[grid](
             *common,
             window.row,
@@ -214,6 +219,29 @@ def _launch(
     if splits > 1:
         _merge(partial, lse, sink, out, dependent)
     return out
+
+
+def _many(tile: Tile, splits: int, packed: bool, q: torch.Tensor, queries: int) -> bool:
+    """Whether `hopper_prefill.attend_many` takes q [B, T, H, 512] instead of `hopper.attend`: each of the programs that
+    run in parallel has more than 64 heads of one of the `queries`, as planned."""
+    H = q.shape[2]
+    whole = H % 64 == 0 and q.is_contiguous() and queries * H // 64 > processors(q.device)
+    return MANY and whole and tile.copied and splits == 1 and not packed
+
+
+def _attend_many(common: tuple, q, out, form: tuple, programs: int, dependent: bool) -> None:
+    """common: as `_launch` has it, from the sink on; form: what is known when it is compiled."""
+    sink, window, far, window_index, listing, seen, scale, T, H, W, K, _, *strides = common
+    hopper_prefill.attend_many[(programs,)](
+        _described(q, 256), _described(out, 64), sink, window, far, window_index, listing, seen, scale, out.shape[0], T,
+        W, K, *strides[3:], H, *form, num_warps=4, maxnreg=168, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:
+    """Of the rows of heads [..., 512], for copies of [64, columns]."""
+    layout = gl.NVMMASharedLayout.get_default_for([64, columns], gl.bfloat16)
+    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], layout)
 
 
 def _merge(partial, lse, sink, out, dependent: bool) -> None:

@@ -143,8 +143,9 @@ def linear_sizes(w) -> dict:
     d, queries = w.hidden_size, w.num_attention_heads * w.head_dim
     square, plain, both = (d, d), (False,), (False, True)
     fp8 = [
-        (FP8, shape, (1, 8, 16, 64), both)
+        (FP8, shape, tokens, rounded)
         for shape in ((queries, w.q_lora_rank), (d, w.o_groups * w.o_lora_rank), square)
+        for tokens, rounded in (((1, 8, 16, 64), both), ((256, 4096), (True,)))
     ]
     bench = [
         (MXFP4, square, (1, 2, 4, 8, 16), plain),
@@ -154,6 +155,7 @@ def linear_sizes(w) -> dict:
         (DENSE, (VOCABULARY, d), (1, 8), plain),
         (DENSE, (4 * w.head_dim, d), (1,), plain),
         *((form, square, (4096,), plain) for form in (MXFP4, FP8, DENSE)),
+        (MXFP4, square, (4096,), (True,)),
     ]
     compiled = [
         dict(form=form, rows=d, columns=d, tokens=N, simulate=form in (FP8, MXFP4, NVFP4), dtype=dtype)

@@ -3,7 +3,8 @@
 Up to TOKENS tokens, reading the weight takes the time: it is streamed once (`triton_skinny`). For a few more tokens a
 small weight is streamed for groups of TOKENS, because tiles in sequence are slower. More tokens, large weights and
 weights whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products
-of bf16 accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480.
+of bf16 accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480. Activations that
+are rounded to FP8 may meet FP8 weights as codes (`triton_fp8`).
 """
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dot_in_fp32, processors, require_device
-from dsv4.kernels.linear import reference
+from dsv4.kernels.linear import reference, triton_fp8
 from dsv4.kernels.linear import triton_batch as batch
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
@@ -28,6 +29,7 @@ from dsv4.kernels.rms_norm.triton import rms_norm, rms_norm_fp8
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
 AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
 AGAIN_BYTES = 24 << 20
+CODES: int | None = None  # rounded tokens from which codes are multiplied; None: never, until it is timed on a GPU
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 
@@ -66,7 +68,11 @@ def products(
     if not N:
         return outs
     small = N <= AGAIN and all(h.weight.nbytes <= AGAIN_BYTES for h in held if h.streams)
-    streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or small)]
+    streamed = [
+        i
+        for i, h in enumerate(held)
+        if h.streams and (N <= TOKENS or small) and not (simulate[i] and _multiplies_codes(x, h))
+    ]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at : at + SLOTS]
         given = [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some]
@@ -88,14 +94,16 @@ def _multiply(
     outs: list[torch.Tensor],
 ) -> None:
     """`products` by tiles: together where that saves a launch, others one by one."""
-    every, apart = range(len(held)), norm is None and len(held) == 1 and not any(simulate) and not order(held[0])
-    tiled = [i for i in every if not apart and batch.takes(held[i], len(x))]
+    every, as_codes = range(len(held)), [sim and _multiplies_codes(x, h) for sim, h in zip(simulate, held)]
+    apart = norm is None and len(held) == 1 and not any(simulate) and not order(held[0])
+    tiled = [i for i in every if not apart and not as_codes[i] and batch.takes(held[i], len(x))]
     rounded = None
     if norm is not None and all(simulate) and len(tiled) == len(held):
         x, norm, simulate = rms_norm_fp8(x, norm, eps, ACTIVATION_BLOCK), None, [False for _ in every]
     elif norm is not None and (any(simulate) or len(tiled) < len(held)):
         x, norm = rms_norm(x, norm, eps), None
-    if any(simulate):
+    codes = triton_fp8.quantised(x) if any(as_codes) else None
+    if any(sim and not coded for sim, coded in zip(simulate, as_codes)):
         rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     for at in range(0, len(tiled), SLOTS):
         some = tiled[at : at + SLOTS]
@@ -103,11 +111,18 @@ def _multiply(
         batch.tiles(x, norm, eps, *given, rounded)
     ready = {}
     for i in every:
-        if i not in tiled:
+        if as_codes[i]:
+            triton_fp8.product(*codes, held[i], outs[i])
+        elif i not in tiled:
             key = simulate[i], order(held[i])
             if key not in ready:
                 ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
             gemm(name, ready[key], held[i], outs[i], 1)
+
+
+def _multiplies_codes(x: torch.Tensor, h: Held) -> bool:
+    """Whether the rounded x [N, K] meets this weight as codes on FP8 tensor cores, whose sums are not IEEE fp32."""
+    return CODES is not None and x.shape[0] >= CODES and not dot_in_fp32(x) and triton_fp8.takes(h, x.device)
 
 
 def grouped(

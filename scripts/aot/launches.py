@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
+from unittest.mock import patch
 
 import torch
 from triton.runtime.jit import JITFunction
 
+from dsv4.kernels.attention import triton as attention
 from dsv4.kernels.block_choice import block_scores
 from dsv4.kernels.cache_rows import STREAM_FORMATS
 from dsv4.kernels.chunked_prefill import Chunking
@@ -102,14 +104,29 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield from exchanges(ranks)
     yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
+    yield "attention of many queries", attention_of_many
 
 
 def products_of_fp8() -> None:
     """On a GPU that has them."""
-    x = torch.empty(4096, FLASH.hidden_size, dtype=torch.bfloat16, device="meta")
     w = productions()["linear"].drawn(FLASH, 0, "meta", form=FP8, rows=4096, columns=FLASH.hidden_size, tokens=1)[1]
-    if triton_fp8.takes(held := hold("linear", w), x.device):
-        triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+    for N in (16, 128, 4096):
+        x = torch.empty(N, FLASH.hidden_size, dtype=torch.bfloat16, device="meta")
+        if triton_fp8.takes(held := hold("linear", w), x.device):
+            triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+            triton_fp8.pipelined_product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+
+
+def attention_of_many() -> None:
+    """By warps that copy and warps that multiply, where there is such a kernel."""
+    N, H, D = 4096, FLASH.num_attention_heads, FLASH.head_dim
+    empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
+    index = lambda *shape: empty(*shape, dtype=torch.int64)
+    rows, sink = empty(8192, D), empty(H, dtype=torch.float32)
+    with patch.object(attention, "MANY", True):
+        q, window = empty(1, N, H, D), index(N, FLASH.sliding_window)
+        attention.sparse_attention(q[0], rows, window, rows, index(N, FLASH.index_topk), sink, D**-0.5)
+        attention.hca_attention(q, rows, window, rows[None], index(1, N), sink, D**-0.5)
 
 
 def sums_of_experts() -> Iterator[tuple[str, Callable]]:

@@ -23,7 +23,15 @@ from scripts.bench.row import Row
 __all__ = ["NotInstalled", "at_least", "for_row", "hopper", "library", "peer", "processors", "require"]
 
 ADAPTERS: dict[str, dict[str, Callable]] = {}  # operation → name → make(row, i)
-MODULES = ("peers_torch", "peers_attention", "peers_indexer", "peers_mhc", "peers_experts", "peers_sdpa")
+MODULES = (
+    "peers_torch",
+    "peers_attention",
+    "peers_indexer",
+    "peers_mhc",
+    "peers_experts",
+    "peers_sdpa",
+    "peers_deepgemm",
+)
 
 
 def peer(name: str, *ops: str, when: Callable[[dict], bool] = lambda facts: True):

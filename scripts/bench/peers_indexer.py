@@ -35,10 +35,11 @@ def against_scores(run, q, weights, keys):
 
 
 def selected(scores: torch.Tensor, index: torch.Tensor) -> tuple[float, float]:
-    """How far the mean score of a selection is below the best possible, relative to it."""
+    """How far the mean score of a selection is below the best possible, relative to it. Scores are 0 of entries that a
+    query cannot see, so of a query that sees none the best is 0, and any selection is as good."""
     best = scores.topk(index.shape[-1], -1).values.mean(-1)
     got = scores.gather(-1, index.long().clamp(min=0)).where(index >= 0, 0.0).mean(-1)
-    return ((best - got) / best.abs()).max().item(), LOST_SCORE
+    return ((best - got) / best.abs()).where(best != got, 0.0).max().item(), LOST_SCORE
 
 
 def deepgemm_scores(f: dict, i: int):

@@ -48,13 +48,13 @@ def test_one_layer_of_each_kind_launches_what_all_do(tmp_path):
     script = """
 short, drafts = Work(300, 4096), Work(300, 4096, drafts=(3,))
 few = found(short), found(drafts), found(short, "llama-8b", layers=4), found(drafts, numerics="qat")
-launches._keep_kinds = lambda model, cache: None
+launches.keep_kinds = lambda model, cache: None
 assert few == (found(short), found(drafts), found(short, "llama-8b", layers=4), found(drafts, numerics="qat"))
 assert few[0] < few[1] and len(few[0]) > 50 and few[1] != few[3]
 assert found(short, gpu=GPU((8, 0), 108)) != few[0]
 # a prompt whose middle chunks are left out launches what the whole one does
 long = found(Work(21 * 4096 + 100, 98304), layers=4)
-launches._pieces = lambda prompt, chunk: [(chunk, 0)] * (prompt // chunk) + [(prompt % chunk, 0)]
+launches.pieces = lambda prompt, chunk: [(chunk, 0)] * (prompt // chunk) + [(prompt % chunk, 0)]
 assert long == found(Work(21 * 4096 + 100, 98304), layers=4)
 print("equal")
 """

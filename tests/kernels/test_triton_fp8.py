@@ -36,7 +36,7 @@ def test_products_are_those_of_the_rounded_numbers(N, O, K, e8m0):
     """Beside fp64, no further than rounding to bf16 and 13 bits of a sum of 128 products."""
     x, w = randn(N, K, seed=3).bfloat16(), packed(O, K, e8m0)
     out = torch.empty(N, O, dtype=torch.bfloat16, device=DEVICE)
-    triton_fp8.product(*triton_fp8.quantised(x), hold("linear", w), out)
+    triton_fp8.pipelined_product(*triton_fp8.quantised(x), hold("linear", w), out)
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
     off = (out.double() - right).abs()

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from scripts import bench_kernels
 from scripts.bench import fatbin, limits, measure, peers, report
 from scripts.bench.journal import Journal, restore, supervise
+from scripts.bench.peers_indexer import selected
 from scripts.bench.row import Row
 from scripts.bench.timing import Timing, percentile, summary
 from tests.scripts.bench_rows import ABOUT, MACHINE, FakeClock, result, row
@@ -59,6 +61,16 @@ def test_peers_are_gated_too_and_an_absent_one_is_named(monkeypatch):
     assert got.peers["absent"].why == "not installed: flash_mla"
     assert got.peers["plain"].why == "crashed the process"
     assert got.best_peer is None
+
+
+def test_a_selection_of_a_query_that_sees_nothing_is_not_an_error():
+    """The first positions of a prompt see no entry; a NaN among the scores is an error still."""
+    nothing, some = torch.zeros(1, 3), torch.tensor([[1.0, 2.0, 3.0]])
+    assert selected(nothing, torch.tensor([[-1, -1]]))[0] == 0.0
+    assert selected(some, torch.tensor([[2, 1]]))[0] == 0.0 and selected(some, torch.tensor([[0, 1]]))[
+        0
+    ] == pytest.approx(0.4)
+    assert math.isnan(selected(some * math.nan, torch.tensor([[0, 1]]))[0])
 
 
 def test_peers_can_be_left_out(monkeypatch):

@@ -13,7 +13,7 @@ from functools import cache
 from dsv4.kernels.dispatch import Operation
 from dsv4.probes.kernel_audit.trace import plain
 
-ALLOWED = frozenset({"torch", "abc", "math", "enum", "typing", "functools", "collections", "__future__"})
+ALLOWED = frozenset({"torch", "abc", "math", "enum", "typing", "functools", "collections", "contextvars", "__future__"})
 
 
 class NotSelfContained(Exception):

@@ -83,7 +83,7 @@ def test_references_need_torch_alone_and_take_the_inputs_in_order(operation):
         tree = ast.parse(made["reference"])
         names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        library = {"abc", "collections", "enum", "functools", "math", "types", "typing", "__future__"}
+        library = {"abc", "collections", "contextvars", "enum", "functools", "math", "types", "typing", "__future__"}
         allowed = {"torch", *library}
         assert {name.split(".")[0] for name in names} <= allowed
         (run,) = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "run"]

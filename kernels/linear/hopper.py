@@ -1,0 +1,232 @@
+"""Device code of FP8 products for Hopper: activations and weights as E4M3 codes on wgmma.
+
+A warp copies tiles of both by TMA into a ring; two warpgroups multiply. Tensor cores keep some 22 bits of a sum, so
+sums of 128 columns (the block of the scales of activations) are scaled and added up in fp32; while one warpgroup does
+that, the other multiplies. The warpgroups share a tile by its tokens, or, where there are few tokens, by its columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+COLUMNS = gl.constexpr(128)  # of a stage: one block of scales
+WAVE = gl.constexpr(64)  # tokens of one wgmma
+
+
+@gluon.jit(do_not_specialize=["N", "e_stride"])
+def product(
+    X,
+    W,
+    OUT,
+    EXPONENTS,
+    S,
+    N,
+    e_stride,
+    O: gl.constexpr,
+    K: gl.constexpr,
+    SPLIT: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """OUT [N, O] = codes X [N, K] · 2^EXPONENTS [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed.
+
+    X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. SPLIT:
+    the tokens of a tile are 64, and each warpgroup takes every other block of columns. GROUP: blocks of rows that are
+    visited with all tokens before the next ones, so that both stay in the L2 cache. STAGES: an even number if SPLIT.
+    """
+    T: gl.constexpr = X.block_type.shape[0]
+    R: gl.constexpr = W.block_type.shape[0]
+    x_ring = gl.allocate_shared_memory(X.dtype, [STAGES, T, COLUMNS], X.layout)
+    w_ring = gl.allocate_shared_memory(W.dtype, [STAGES, R, COLUMNS], W.layout)
+    out = gl.allocate_shared_memory(OUT.dtype, [1 if SPLIT else 2, WAVE, R], OUT.layout)
+    PARTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    parts = gl.allocate_shared_memory(gl.float32, [1, WAVE, R] if SPLIT else [1, 1, 1], PARTS)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1 if SPLIT else 2)
+    for i in gl.static_range(2):
+        mbarrier.init(summed.index(i), count=1)
+    rings, barriers, sizes = (x_ring, w_ring), (full, empty, summed), (N, e_stride)
+    # The tuples are written out: of one with a name, numbers known at compile time would become values.
+    gl.warp_specialize(
+        [
+            (multiply_first, (OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
+            (multiply_second, (OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
+            (copy_tiles, ((X, W), rings, barriers, N, O, K, SPLIT, GROUP, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+@gluon.jit
+def place(tile, N, O: gl.constexpr, R: gl.constexpr, T: gl.constexpr, GROUP: gl.constexpr):
+    """(first token, first row) of a tile."""
+    tokens = gl.cdiv(N, T)
+    group, within = tile // (GROUP * tokens), tile % (GROUP * tokens)
+    return within // GROUP * T, (group * GROUP + within % GROUP) * R
+
+
+@gluon.jit
+def in_ring(number, block, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr):
+    """(stage, turn) of a block of columns of the tile that is `number` of a program. Each of two warpgroups that take
+    every other block has stages of its own: one that skipped turns of a stage could not tell them apart."""
+    if SPLIT:
+        which = block % 2
+        n = number * ((BLOCKS + 1 - which) // 2) + block // 2
+        stage, turn = n % (STAGES // 2) * 2 + which, n // (STAGES // 2)
+    else:
+        n = number * BLOCKS + block
+        stage, turn = n % STAGES, n // STAGES
+    return stage, turn
+
+
+@gluon.jit
+def copy_tiles(
+    descriptors, rings, barriers, N, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Tiles of weights are copied before earlier kernels have ended, as far as the ring goes; those of activations are
+    not."""
+    X, W = descriptors
+    x_ring, w_ring = rings
+    full, empty, _ = barriers
+    T: gl.constexpr = X.block_type.shape[0]
+    R: gl.constexpr = W.block_type.shape[0]
+    BLOCKS: gl.constexpr = K // COLUMNS
+    AHEAD: gl.constexpr = STAGES if STAGES < BLOCKS else BLOCKS  # of the first tile: block i is in stage i
+    first, row = place(gl.program_id(0), N, O, R, T, GROUP)
+    for i in gl.static_range(AHEAD):
+        mbarrier.expect(full.index(i), X.block_type.nbytes + W.block_type.nbytes)
+        tma.async_copy_global_to_shared(W, [row, i * COLUMNS], full.index(i), w_ring.index(i))
+    gdc_wait()
+    for i in gl.static_range(AHEAD):
+        tma.async_copy_global_to_shared(X, [first, i * COLUMNS], full.index(i), x_ring.index(i))
+    number, begin = 0, AHEAD
+    for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
+        first, row = place(tile, N, O, R, T, GROUP)
+        for block in range(begin, BLOCKS):
+            stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
+            mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
+            tma.async_copy_global_to_shared(W, [row, block * COLUMNS], ready, w_ring.index(stage))
+            tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, x_ring.index(stage))
+        number, begin = number + 1, 0
+
+
+@gluon.jit
+def multiply_first(
+    OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    multiply(0, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)
+
+
+@gluon.jit
+def multiply_second(
+    OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    multiply(1, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)
+
+
+@gluon.jit
+def multiply(
+    WHICH: gl.constexpr, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O: gl.constexpr, K: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The tiles of this program, as far as they are those of warpgroup WHICH."""
+    x_ring, w_ring = rings
+    full, empty, summed = barriers
+    N, e_stride = sizes
+    T: gl.constexpr = x_ring.shape[1]
+    R: gl.constexpr = w_ring.shape[1]
+    WAVES: gl.constexpr = 1 if SPLIT else T // (2 * WAVE)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
+    BLOCKS: gl.constexpr = K // COLUMNS
+    STEP: gl.constexpr = 2 if SPLIT else 1
+    FIRST: gl.constexpr = WHICH if SPLIT else 0
+    MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
+    gdc_wait()
+    number = 0
+    for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
+        token, row = place(tile, N, O, R, T, GROUP)
+        token += MINE
+        scales = S + row // 128 * BLOCKS
+        t = token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
+        at = EXPONENTS + gl.minimum(t, N - 1)
+        at1 = EXPONENTS + gl.minimum(t + WAVE, N - 1)
+        acc = gl.zeros([WAVE, R], gl.float32, SUMS)
+        acc1 = acc
+        # Scales of a block are loaded while the block before it is multiplied.
+        factor = scale_of(at, scales, FIRST if FIRST < BLOCKS else 0, e_stride)
+        factor1 = factor
+        if WAVES == 2:
+            factor1 = scale_of(at1, scales, 0, e_stride)
+        for block in range(FIRST, BLOCKS, STEP):
+            stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
+            now, now1, later = factor, factor1, gl.minimum(block + STEP, BLOCKS - 1)
+            mbarrier.wait(full.index(stage), turn & 1)
+            x, w = x_ring.index(stage), w_ring.index(stage).permute([1, 0])
+            zero = gl.zeros([WAVE, R], gl.float32, SUMS)
+            part = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
+            factor = scale_of(at, scales, later, e_stride)
+            part = warpgroup_mma_wait(0, deps=[part])
+            if WAVES == 1:
+                mbarrier.arrive(empty.index(stage), count=1)
+            acc += part * now[:, None]
+            if WAVES == 2:
+                part = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, zero, use_acc=False, is_async=True)
+                factor1 = scale_of(at1, scales, later, e_stride)
+                part = warpgroup_mma_wait(0, deps=[part])
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc1 += part * now1[:, None]
+        if SPLIT:  # the second warpgroup's part of the sums goes to the first by shared memory
+            turn = number & 1
+            if WHICH == 1:
+                mbarrier.wait(summed.index(1), turn ^ 1)
+                parts.index(0).store(acc)
+                mbarrier.arrive(summed.index(0), count=1)
+            else:
+                mbarrier.wait(summed.index(0), turn)
+                acc += parts.index(0).load(SUMS)
+                mbarrier.arrive(summed.index(1), count=1)
+                write(OUT, out.index(0), acc, token, row)
+        else:
+            write(OUT, out.index(WHICH), acc, token, row)
+            if WAVES == 2:
+                write(OUT, out.index(WHICH), acc1, token + WAVE, row)
+        number += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def scale_of(at, scales, block, e_stride):
+    """fp32 [64]: the scale of a block of columns, of each token and of the weight."""
+    exponent = gl.load(at + block * e_stride).to(gl.int32)
+    scale = gl.load(scales + block)
+    if scales.dtype.element_ty != gl.float32:  # decode_e8m0(scale)
+        byte = scale.to(gl.int32)
+        bits = gl.where(byte == 0, 0x00400000, byte << 23)
+        scale = gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    return ((exponent + 127) << 23).to(gl.float32, bitcast=True) * scale
+
+
+@gluon.jit
+def write(OUT, buffer, sums, token, row):
+    """Rows beyond the last token are left out by the copy."""
+    tma.store_wait(0)  # what was in the buffer
+    buffer.store(sums.to(OUT.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(OUT, [token, row], buffer)
