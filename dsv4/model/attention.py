@@ -68,6 +68,10 @@ class WindowAttention(Module):
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
         return self.ranks.sum(self.part(x, step, cache), x.dtype)
 
+    def defers(self, x: torch.Tensor) -> bool:
+        """Whether the sum over ranks of so many tokens can be left to the kernel that reads it."""
+        return self.ranks.defers(x)
+
     def deferred(self, x: torch.Tensor, step: Step, cache: LayerCache) -> Unsummed:
         """`forward`, summed over ranks by the kernel that reads it."""
         return self.ranks.deferred(self.part(x, step, cache), x.dtype)

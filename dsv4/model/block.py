@@ -93,9 +93,9 @@ class Block(Module):
 
 
 def result(sublayer: WindowAttention | MoE, x: torch.Tensor, *given) -> torch.Tensor | Unsummed:
-    """What a sublayer adds to the streams: [N, d]. Where a kernel can sum it over ranks while it merges it, and no hook
-    is to see the sum, it is left to that kernel."""
-    if sublayer.watched or not sublayer.ranks.defers(x):
+    """What a sublayer adds to the streams: [N, d]. Where a kernel can sum it over ranks or experts while it merges it,
+    and no hook is to see the sum, it is left to that kernel."""
+    if sublayer.watched or not sublayer.defers(x):
         return sublayer(x, *given)
     return sublayer.deferred(x, *given)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dsv4.kernels.collectives.unsummed import Unsummed
+from dsv4.kernels.collectives.unsummed import MERGED, Unsummed
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.quantize import PackedWeight
 from dsv4.loaders.cuts import Cut
@@ -113,9 +113,19 @@ class MoE(Module):
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
         return self.ranks.sum(self.part(x, ids), x.dtype)
 
-    def deferred(self, x: torch.Tensor, ids: torch.Tensor) -> Unsummed:
+    def defers(self, x: torch.Tensor) -> bool:
+        """Whether the sum of so many tokens can be left to the kernel that reads it: over ranks, or of one rank over
+        the rows of experts."""
+        if self.ranks.size > 1:
+            return self.ranks.defers(x)
+        return len(x) <= MERGED and fuses(self.op, "moe", self.experts, self.shared_experts)
+
+    def deferred(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | Unsummed:
         """`forward`, summed by the kernel that reads it."""
-        return self.ranks.deferred(self.part(x, ids, combine=False), x.dtype)
+        part = self.part(x, ids, combine=False)
+        if self.ranks.size > 1:
+            return self.ranks.deferred(part, x.dtype)
+        return Unsummed(part, x.dtype, None) if isinstance(part, ExpertRows) else part.to(x.dtype)
 
     def part(self, x: torch.Tensor, ids: torch.Tensor, combine: bool = True) -> torch.Tensor | ExpertRows:
         """What this rank adds to the sum over ranks, [N, d]; without `combine` maybe as rows of experts."""

@@ -20,6 +20,7 @@ from dsv4.kernels.linear.triton_weights import Held, check, hold
 from dsv4.kernels.quantize.weights import PackedWeight
 
 MEAN = 8  # pairs an expert, on average, up to which weights are streamed
+BESIDE = 4 * TOKENS  # tokens up to which the shared expert is streamed beside experts, whose weights take more time
 
 
 def experts(
@@ -83,7 +84,7 @@ def _mixture(
         return torch.empty(0, d, dtype=dtype or torch.float32, device=x.device)
     few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
-    fused = beside is not None and beside.streams and N <= TOKENS
+    fused = beside is not None and beside.streams and N <= (BESIDE if streams else TOKENS)
     y = ys = None
     if streams or fused:
         given = pairs if streams else None, beside if fused else None

@@ -46,8 +46,8 @@ class ExpertRows(NamedTuple):
 def combined(Y, INDICES, YS, token, column, valid, D: tl.constexpr, EACH: tl.constexpr):
     """Σ over a token's EACH rows of Y [P, D], one after the other in fp32, and its row of YS [N, D] unless None: fp32
     at columns `column`, where `valid`. A row whose expert in INDICES [N, EACH] is −1 was not written, and adds
-    nothing. token: int64, one or as many as columns."""
-    total = tl.zeros(column.shape, tl.float32)
+    nothing. token: int64, one, as many as columns, or [T, 1] of a tile [T, columns] like `valid`."""
+    total = tl.zeros(valid.shape, tl.float32)
     for slot in tl.static_range(EACH):
         pair = token * EACH + slot
         y = widen(

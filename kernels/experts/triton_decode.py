@@ -179,11 +179,12 @@ def gate_up(
     """Gate and up projection and SwiGLU: hidden activations H [P, I] of the pairs, HS [N, I_S] of the shared expert,
     both in x.dtype.
 
-    Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). W, S:
-    stacks of matrices of 2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared
-    expert. X: rows of the pairs; XS: rows of the shared expert. APART is for blocks of up to two pairs. SPLIT is for
-    larger blocks. 1: two pairs at a time, so that a pair has the bits that it has alone; weights are read again, mostly
-    from caches. 2: not APART, with fewer rows, because such a program holds more in registers.
+    Programs take tiles in turn: the shared expert's, then each block's (`blocks` at most, see `triton_order`). A tile
+    of the shared expert has 8 · NH_S tokens; tiles of the same rows come one after another. W, S: stacks of matrices of
+    2I rows (gate, up), WORDS words and SCALES scales each, or None; without W1 there is no shared expert. X: rows of
+    the pairs; XS: rows of the shared expert. APART is for blocks of up to two pairs. SPLIT is for larger blocks. 1:
+    two pairs at a time, so that a pair has the bits that it has alone; weights are read again, mostly from caches. 2:
+    not APART, with fewer rows, because such a program holds more in registers.
 
     The next kernel, `down`, may start when this one no longer waits: then it is known which experts there are, and the
     first words of their matrices are loaded before this kernel has ended.
@@ -191,16 +192,18 @@ def gate_up(
     THEN: tl.constexpr = W is not None and EARLY > 0
     if not THEN:
         launch_dependents(EARLY)
-    shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S)
+    groups = tl.cdiv(N, 8 * NH_S)
+    shared = 0 if W1 is None else tl.cdiv(I_S, 4 * RH_S) * groups
     programs = tl.num_programs(0)
     if W1 is not None:
         for tile in range(tl.program_id(0), shared, programs):
+            token = tile % groups * (8 * NH_S)
             _gate_up_tile(
                 XS,
                 xs_stride,
                 None,
-                0,
-                N,
+                token,
+                tl.minimum(N - token, 8 * NH_S),
                 1,
                 W1,
                 W3,
@@ -208,7 +211,7 @@ def gate_up(
                 S3,
                 G1,
                 G3,
-                tile * 4 * RH_S,
+                tile // groups * 4 * RH_S,
                 I_S,
                 limit,
                 None,
@@ -436,20 +439,22 @@ def down(
 ):
     """Down projection: Y [P, D] of the pairs and YS [N, D] of the shared expert. Arguments as for `gate_up`."""
     launch_dependents(EARLY)
-    shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S)
+    groups = tl.cdiv(N, 8 * NH_S)
+    shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S) * groups
     programs = tl.num_programs(0)
     if W2 is not None:
         for tile in range(tl.program_id(0), shared, programs):
+            token = tile % groups * (8 * NH_S)
             _down_tile(
                 HS,
                 None,
-                0,
-                N,
+                token,
+                tl.minimum(N - token, 8 * NH_S),
                 W2,
                 S2,
                 G2,
                 PARTS_S,
-                tile * 8 * RH_S,
+                tile // groups * 8 * RH_S,
                 YS,
                 D,
                 I_S,

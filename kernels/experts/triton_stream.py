@@ -72,8 +72,9 @@ class Part(NamedTuple):
     def constants(self) -> tuple:
         return self.groups, self.weight.format, self.fp32, *self.weight.block, self.simulate, self.apart
 
-    def tiles(self, rows: int) -> int:
-        return triton.cdiv(rows, self.height * self.groups)
+    def tiles(self, rows: int, tokens: int = 1) -> int:
+        """Tiles of so many results of a weight, each for 8 · nh of the tokens."""
+        return triton.cdiv(rows, self.height * self.groups) * triton.cdiv(tokens, 8 * self.nh)
 
 
 ABSENT = (2, "bf16", False, 1, 128, False, False)  # constants of a part that a launch lacks
@@ -88,7 +89,8 @@ def stream_experts(
     simulate_shared: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Rows of the pairs [P, d] in x.dtype and of the shared expert fp32 [N, d]. With up to TOKENS tokens each token has
-    the bits that it has alone (a shared expert in MXFP4: from three tokens on).
+    the bits that it has alone (a shared expert in MXFP4: from three tokens on). The shared expert's weights are read
+    again for each TOKENS tokens, by programs that run side by side, so mostly from the L2 cache.
 
     Two launches, three if there are pairs to sort.
     """
@@ -122,7 +124,7 @@ def stream_experts(
     capped = first is not None and first.apart and not (simulate or simulate_shared)
     options = {"maxnreg": REGISTERS if few == 1 else 168} if capped else {}
     alike = k if N <= TOKENS else blocks
-    programs, ks = _grid(first, blocks, alike, I, shared_first, shared_I, N * k, x.device)
+    programs, ks = _grid(first, blocks, alike, I, shared_first, shared_I, N, k, x.device)
     gate_up[(programs,)](
         xr,
         xr.stride(0),
@@ -159,7 +161,7 @@ def stream_experts(
         launch_pdl=ahead > 0,
         **options,
     )
-    programs, ks = _grid(second, blocks, alike, d, shared_second, d, N * k, x.device)
+    programs, ks = _grid(second, blocks, alike, d, shared_second, d, N, k, x.device)
     down[(programs,)](
         h,
         N,
@@ -199,28 +201,29 @@ def _grid(
     rows: int,
     shared: Part | None,
     shared_rows: int,
-    pairs: int,
+    tokens: int,
+    each: int,
     device: torch.device,
 ) -> tuple[int, int]:
     """Programs and warps of a launch that computes `rows` results of each block, and `shared_rows` of the shared
-    expert.
+    expert, for tokens of `each` experts.
 
     alike: the number of blocks that decides the number of warps, and with it the order of sums; with few tokens it is
     that of one token.
     """
-    tiles_of = lambda n: (
-        (0 if part is None else n * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows))
+    tiles_of = lambda n, tokens: (
+        (0 if part is None else n * part.tiles(rows)) + (0 if shared is None else shared.tiles(shared_rows, tokens))
     )
-    tiles, parts = tiles_of(blocks), [p for p in (part, shared) if p is not None]
+    tiles, parts = tiles_of(blocks, tokens), [p for p in (part, shared) if p is not None]
     ks = warps(
         min(p.weight.K for p in parts),
         any(p.fp32 for p in parts),
-        tiles_of(alike),
+        tiles_of(alike, 1),
         max(p.groups for p in parts),
         device,
     )
     resident = 8 if part is not None and part.apart else RESIDENT
-    return tiles if pairs <= DYNAMIC else min(tiles, resident * processors(device)), ks
+    return tiles if tokens * each <= DYNAMIC else min(tiles, resident * processors(device)), ks
 
 
 def _constants(part: Part | None) -> tuple:

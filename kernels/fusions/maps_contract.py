@@ -105,10 +105,10 @@ def linear_sizes(w) -> dict:
     bench = [
         dict(kind=kind, tokens=N, simulate=simulate)
         for kind in kinds(w)
-        for N in (1, 8)
+        for N in (1, 8, *((32, 64) if kind in quantised else ()))
         for simulate in ((False, True) if kind in quantised else (False,))
     ]
-    compiled = [dict(kind=k, tokens=N, simulate=s) for N in (1, 10) for s in (True, False) for k in quantised]
+    compiled = [dict(kind=k, tokens=N, simulate=s) for N in (1, 10, 32, 64) for s in (True, False) for k in quantised]
     return {"bench": bench, "compiled": compiled}
 
 
@@ -182,7 +182,10 @@ def head_inputs(w, draw, tokens) -> tuple:
 
 
 def head_sizes(w) -> dict:
-    return {"bench": [dict(tokens=N) for N in (1, 8, 512)], "compiled": [dict(tokens=N) for N in (1, 10)]}
+    return {
+        "bench": [dict(tokens=N) for N in (1, 8, 32, 64, 512)],
+        "compiled": [dict(tokens=N) for N in (1, 10, 32, 64)],
+    }
 
 
 PROJECT_HEADS = Contract(

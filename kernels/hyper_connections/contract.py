@@ -9,9 +9,7 @@ COUNTS = (1, 3, 5, 17, 33)  # tokens: one, few, and about the tiles of kernels
 
 
 # of decode steps and prompts; fp32 streams have their own kernel for many tokens
-COMPILED = lambda w: {
-    "compiled": [dict(tokens=1), dict(tokens=8), dict(tokens=4096), dict(tokens=4096, dtype=torch.float32)]
-}
+COMPILED = lambda w: {"compiled": [dict(tokens=N) for N in (1, 8, 64, 4096)] + [dict(tokens=4096, dtype=torch.float32)]}
 
 
 def pre_cases(w, draw):

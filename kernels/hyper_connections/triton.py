@@ -13,7 +13,8 @@ from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.hyper_connections import reference
 from dsv4.kernels.hyper_connections.triton_merge import merge
-from dsv4.kernels.hyper_connections.triton_statistics import coefficients, mixed, statistics
+from dsv4.kernels.hyper_connections.triton_mixing import coefficients, mixed
+from dsv4.kernels.hyper_connections.triton_statistics import statistics
 from dsv4.kernels.launch import dependent_launch, require_device
 from dsv4.kernels.quantize.triton_codes import narrow
 

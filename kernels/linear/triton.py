@@ -1,10 +1,10 @@
 """Products with a weight as stored, on a GPU.
 
 Up to TOKENS tokens, reading the weight takes the time: it is streamed once (`triton_skinny`). For a few more tokens a
-small weight is streamed several times, because tiles in sequence are slower. More tokens, large weights and weights
-whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products of bf16
-accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480. Activations that are
-rounded to FP8 may meet FP8 weights as codes (`triton_fp8`).
+small weight is streamed for groups of TOKENS, because tiles in sequence are slower. More tokens, large weights and
+weights whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products
+of bf16 accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480. Activations that
+are rounded to FP8 may meet FP8 weights as codes (`triton_fp8`).
 """
 
 import torch
@@ -14,6 +14,7 @@ import triton.language as tl
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dot_in_fp32, processors, require_device
 from dsv4.kernels.linear import reference, triton_fp8
+from dsv4.kernels.linear import triton_batch as batch
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
@@ -23,10 +24,10 @@ from dsv4.kernels.linear.triton_words import launch_dependents
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import narrow
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
-from dsv4.kernels.rms_norm.triton import rms_norm
+from dsv4.kernels.rms_norm.triton import rms_norm, rms_norm_fp8
 
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
-AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is streamed again for each TOKENS of them
+AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
 AGAIN_BYTES = 24 << 20
 CODES: int | None = None  # rounded tokens from which codes are multiplied; None: never, until it is timed on a GPU
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
@@ -66,39 +67,57 @@ def products(
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
-    as_codes = {i for i, h in enumerate(held) if simulate[i] and _multiplies_codes(x, h)}
+    small = N <= AGAIN and all(h.weight.nbytes <= AGAIN_BYTES for h in held if h.streams)
     streamed = [
         i
         for i, h in enumerate(held)
-        if i not in as_codes and h.streams and (N <= TOKENS or N <= AGAIN and h.weight.nbytes <= AGAIN_BYTES)
+        if h.streams and (N <= TOKENS or small) and not (simulate[i] and _multiplies_codes(x, h))
     ]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at : at + SLOTS]
-        for t in range(0, N, TOKENS):
-            few = slice(t, t + TOKENS)
-            stream(
-                x[few],
-                norm,
-                eps,
-                [held[i] for i in some],
-                [bool(simulate[i]) for i in some],
-                [outs[i][few] for i in some],
-            )
+        given = [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some]
+        stream(x, norm, eps, *given)
     rest = [i for i in range(len(held)) if i not in streamed]
-    if rest and norm is not None:
-        x = rms_norm(x, norm, eps)
-    codes = triton_fp8.quantised(x) if as_codes else None
-    rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK) if any(simulate[i] for i in rest if i not in as_codes) else None
-    ready = {}
-    for i in rest:
-        if i in as_codes:
-            triton_fp8.product(*codes, held[i], outs[i])
-            continue
-        key = bool(simulate[i]), order(held[i])
-        if key not in ready:
-            ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
-        gemm(name, ready[key], held[i], outs[i], 1)
+    if rest:
+        given = [held[i] for i in rest], [bool(simulate[i]) for i in rest], [outs[i] for i in rest]
+        _multiply(name, x, norm, eps, *given)
     return outs
+
+
+def _multiply(
+    name: str,
+    x: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    held: list[Held],
+    simulate: list[bool],
+    outs: list[torch.Tensor],
+) -> None:
+    """`products` by tiles: together where that saves a launch, others one by one."""
+    every, as_codes = range(len(held)), [sim and _multiplies_codes(x, h) for sim, h in zip(simulate, held)]
+    apart = norm is None and len(held) == 1 and not any(simulate) and not order(held[0])
+    tiled = [i for i in every if not apart and not as_codes[i] and batch.takes(held[i], len(x))]
+    rounded = None
+    if norm is not None and all(simulate) and len(tiled) == len(held):
+        x, norm, simulate = rms_norm_fp8(x, norm, eps, ACTIVATION_BLOCK), None, [False for _ in every]
+    elif norm is not None and (any(simulate) or len(tiled) < len(held)):
+        x, norm = rms_norm(x, norm, eps), None
+    codes = triton_fp8.quantised(x) if any(as_codes) else None
+    if any(sim and not coded for sim, coded in zip(simulate, as_codes)):
+        rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
+    for at in range(0, len(tiled), SLOTS):
+        some = tiled[at : at + SLOTS]
+        given = ([each[i] for i in some] for each in (held, outs, simulate))
+        batch.tiles(x, norm, eps, *given, rounded)
+    ready = {}
+    for i in every:
+        if as_codes[i]:
+            triton_fp8.product(*codes, held[i], outs[i])
+        elif i not in tiled:
+            key = simulate[i], order(held[i])
+            if key not in ready:
+                ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
+            gemm(name, ready[key], held[i], outs[i], 1)
 
 
 def _multiplies_codes(x: torch.Tensor, h: Held) -> bool:
@@ -111,7 +130,8 @@ def grouped(
 ) -> torch.Tensor:
     """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
 
-    cis fp32 [N, d], few tokens only: the last d columns of each head of `head` columns are rotated in the kernel.
+    cis fp32 [N, d], few tokens or `turns_within` only: the last d columns of each head of `head` columns are rotated in
+    the kernel.
     """
     h = hold(name, w)
     require_device(name, x, h.weight, h.scale, h.glob)
@@ -123,7 +143,11 @@ def grouped(
     if not N or not h.O:
         return out
     if not (N <= TOKENS and h.streams):
-        if cis is not None:
+        turned = 0 if cis is None else cis.shape[1]
+        if batch.turns_within(h, x, groups, head, turned):
+            batch.tiles(x, None, 0.0, [h], [out], [False], groups=groups, turns=cis, head=head)
+            return out
+        if turned:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
         gemm(name, arrange(x.reshape(N * groups, h.K), order(h)).view(N, -1) if order(h) else x, h, out, groups)
         return out

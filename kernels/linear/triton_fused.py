@@ -2,6 +2,7 @@
 
 import torch
 
+from dsv4.kernels.linear import triton_batch as batch
 from dsv4.kernels.linear.triton import grouped, products
 from dsv4.kernels.linear.triton_streams import TOKENS
 from dsv4.kernels.linear.triton_weights import hold
@@ -17,15 +18,17 @@ def linears(
     simulate: tuple[bool, ...],
     dtypes: tuple[torch.dtype | None, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """One launch for up to TOKENS tokens and SLOTS weights. For more, the norm and the rounding are launches of their
-    own, then there is one launch for each weight."""
+    """One launch for up to TOKENS tokens and SLOTS weights; for up to `triton_batch.MOST` tokens another one for the
+    rounding. For more, the norm, too, is a launch of its own, and there is one or two for each weight."""
     return products("linears", x, norm, eps, weights, simulate, tuple(dtype or x.dtype for dtype in dtypes))
 
 
 def project_heads(o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int) -> torch.Tensor:
-    """One launch for up to TOKENS tokens, two for more."""
-    N, H, D = o.shape
-    if N <= TOKENS and hold("project_heads", w).streams:
+    """One launch for up to TOKENS tokens, and for up to `triton_batch.MOST` where its tiles divide heads; for others
+    two, or three."""
+    (N, H, D), half = o.shape, cis.shape[-1]
+    h = hold("project_heads", w)
+    if h.streams and N <= TOKENS or batch.turns_within(h, o, groups, D, 2 * half):
         turns = torch.view_as_real(cis.resolve_conj().expand(N, -1)).flatten(1)
         return grouped("project_heads", o.reshape(N, H * D), turns, D, w, groups)
     return grouped("project_heads", rotate(o, cis.unsqueeze(1)).reshape(N, H * D), None, D, w, groups)

@@ -54,7 +54,11 @@ def stream(
     simulate: list[bool],
     outs: list[torch.Tensor],
 ) -> None:
-    """outs[i] [N, O_i] = x [N, K] · W_iᵀ, N ≤ TOKENS, K the same for all, at most SLOTS weights that all `stream`."""
+    """outs[i] [N, O_i] = x [N, K] · W_iᵀ, K the same for all, at most SLOTS weights that all `stream`.
+
+    More than TOKENS tokens are divided into groups of so many. A weight is read again for each group, by programs that
+    run side by side, so mostly from the L2 cache; a token has the bits that it has in a smaller batch.
+    """
     N, K = x.shape
     # compile-time constants → their weights; sorted by bytes of a row, since long work starts first
     kinds: dict[tuple, list[int]] = {}
@@ -93,7 +97,7 @@ def stream(
         SLOTS - len(order)
     )
     ks, ahead = warps(K, fp32, first, 4, x.device), early(x.device)
-    _streamed[(first,)](
+    _streamed[(triton.cdiv(N, TOKENS), first)](
         x,
         norm,
         eps,
@@ -107,6 +111,7 @@ def stream(
         ks,
         1 if N <= 8 else 2,
         N <= 2,
+        N > TOKENS,
         ahead,
         num_warps=ks,
         num_stages=1,
@@ -142,6 +147,7 @@ def _kind(
     KS: tl.constexpr,
     NH: tl.constexpr,
     FEW: tl.constexpr,
+    GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
@@ -158,6 +164,9 @@ def _kind(
             glob = tl.where(pid >= STARTS[i], G[i], glob)
     first = (pid - start) * (8 * RH)
     launch_dependents(EARLY)
+    if GROUPED:
+        before = tl.program_id(0).to(tl.int64) * (8 * NH)
+        X, y, N = X + before * x_stride, y + before * rows, N - before.to(tl.int32)
     token, mine = tokens(KS, NH, APART == 1)
     T: tl.constexpr = 2 if APART == 1 else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)
@@ -232,12 +241,14 @@ def _streamed(
     KS: tl.constexpr,
     NH: tl.constexpr,
     FEW: tl.constexpr,
+    GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight,
-    first and last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight."""
+    first and last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight.
+    Programs: groups of 8 · NH tokens (one unless GROUPED), by rows."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)
-    pid = tl.program_id(0)
+    pid = tl.program_id(1)
     for c in tl.static_range(0, len(KINDS), 12):
         if (pid >= KINDS[c + 9]) & (pid < KINDS[c + 10]):
             _kind(
@@ -267,5 +278,6 @@ def _streamed(
                 KS,
                 NH,
                 FEW,
+                GROUPED,
                 EARLY,
             )

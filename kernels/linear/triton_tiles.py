@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4.kernels.launch import next_power
 from dsv4.kernels.linear.triton_weights import Held
 from dsv4.kernels.linear.triton_words import E4M3_BYTES, unpack
-from dsv4.kernels.quantize.triton_codes import decode_e4m3, decode_e8m0, widen
+from dsv4.kernels.quantize.triton_codes import decode_e4m3, decode_e8m0, narrow, turn, widen
 
 LANES = 128  # columns that are four lanes' 16 bytes of FP4, and twice those of FP8
 ARRANGED_TILE = 1024  # columns that a program puts in order
@@ -75,23 +75,49 @@ def tile_product(
     FP32: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PER: tl.constexpr = 0,
+    NORM=None,
+    eps=0.0,
+    CIS=None,
+    cis_at=None,
+    HEAD: tl.constexpr = 1,
+    TURNED: tl.constexpr = 0,
 ):
     """Σ over K: fp32 [BO, BT] of weight rows `row` int64 [BO] and tokens whose rows of x begin at int64 `at` [BT].
 
     W: words int32 of codes, E4M3 bytes uint8, bf16 or fp32, contiguous rows of K columns; S uint8 or fp32, FP8's of
     blocks ROWS × COLUMNS, where BK divides COLUMNS. Words take x as `arrange` leaves it, and BK a multiple of 128 (FP8:
     64). The global scale of NVFP4 is left to the caller.
+
+    PER: x is as it was, and its tiles are put in that order here. NORM [K]: x is normalised, which is rounded once
+    before the product and scales the sums. CIS fp32, cis_at int64 [BT]: the last TURNED columns of each head of HEAD
+    are rotated; BK divides HEAD, and TURNED BK.
     """
     WORDS: tl.constexpr = W.dtype.element_ty == tl.int32
-    WIDTH: tl.constexpr = (K + 127) // 128 * 128 if WORDS else K  # columns of x
+    WIDTH: tl.constexpr = (K + 127) // 128 * 128 if WORDS and PER == 0 else K  # columns of x
     acc = tl.zeros([BO, BT], tl.float32)
+    squares, cos, sin = tl.zeros([BT, 16], tl.float32), 0.0, 0.0
+    if TURNED > 0:
+        cis = tl.load(CIS + cis_at[:, None] + tl.arange(0, TURNED)[None, :], mask=live[:, None], other=0.0)
+        cos, sin = tl.split(tl.reshape(cis, [BT, 1, TURNED // 2, 2]))
     i = tl.arange(0, BK)
     for k in range(0, K, BK):
         if WIDTH % BK == 0:
             x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None], other=0.0)
         else:
             x = tl.load(X + at[:, None] + (k + i)[None, :], mask=live[:, None] & (k + i < WIDTH)[None, :], other=0.0)
+        if NORM is not None:
+            wide = widen(x)
+            squares += tl.sum(tl.reshape(wide * wide, [BT, 16, BK // 16]), 2)
+            weight = widen(tl.load(NORM + (k + i), mask=k + i < K, other=0.0))
+            x = narrow(wide * weight[None, :], X.dtype.element_ty)
+        if TURNED > 0:
+            if k % HEAD == HEAD - BK:
+                x = _turned(x, cos, sin, BT, BK, TURNED)
         x = widen(x) if FP32 else x.to(tl.bfloat16)
+        if PER > 0:
+            x = tl.permute(tl.reshape(x, [BT, BK // (32 * PER), 4, 4, 2, PER]), (0, 1, 3, 5, 2, 4))
+            x = tl.reshape(x, [BT, BK])
         if FORMAT == "mxfp4" or FORMAT == "nvfp4":
             w = _fp4_tile(W, S, row, k, K, BO, BK, FORMAT, FP32)
         elif WORDS:
@@ -114,7 +140,18 @@ def tile_product(
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
             if WORDS and not FP32:
                 acc = finished(acc)
+    if NORM is not None:
+        acc *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
     return acc
+
+
+@triton.jit
+def _turned(x, cos, sin, BT: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr):
+    """Tile [BT, BK] of x with its last TURNED columns rotated by cos, sin fp32 [BT, 1, TURNED / 2]."""
+    a, b = tl.split(tl.reshape(widen(x), [BT, BK // TURNED, TURNED // 2, 2]))
+    last = (tl.arange(0, BK // TURNED) == BK // TURNED - 1)[None, :, None]
+    u, v = turn(a, b, cos, sin)
+    return narrow(tl.reshape(tl.join(tl.where(last, u, a), tl.where(last, v, b)), [BT, BK]), x.dtype)
 
 
 @triton.jit

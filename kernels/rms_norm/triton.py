@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import dependent_launch, next_power, require_device
-from dsv4.kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.quantize.triton_codes import fp8_blocks, narrow, widen
 from dsv4.kernels.rms_norm import reference
 
 WIDEST = 65536  # columns of a row
@@ -16,6 +16,16 @@ MANY = 4096  # rows from which a program takes several
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return _normed(x, weight, eps, 0)
+
+
+def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor | None, eps: float, block: int) -> torch.Tensor:
+    """`simulate_fp8_blocks` of `rms_norm` in one launch; block: a power of two."""
+    return _normed(x, weight, eps, block)
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, block: int) -> torch.Tensor:
+    """block: columns of a scale of FP8 that the result is rounded to; 0: it is not."""
     require_device("rms_norm", x, weight)
     D = x.shape[-1]
     if D > WIDEST:
@@ -37,8 +47,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
         D,
         weight is not None,
         R,
-        B,
+        max(B, block),
         pdl,
+        block,
         num_warps=warps,
         launch_pdl=pdl,
     )
@@ -71,7 +82,18 @@ def normed(x, eps, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _rms_norm(
-    X, W, Y, M, stride, eps, D: tl.constexpr, WEIGHED: tl.constexpr, R: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr
+    X,
+    W,
+    Y,
+    M,
+    stride,
+    eps,
+    D: tl.constexpr,
+    WEIGHED: tl.constexpr,
+    R: tl.constexpr,
+    B: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Weights are loaded before the wait for the kernel that computes x."""
     row, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, B)
@@ -83,4 +105,7 @@ def _rms_norm(
         gdc_wait()
     x = widen(tl.load(X + row[:, None] * stride + i[None, :], mask=live, other=0.0))
     # y = y * weight
-    tl.store(Y + row[:, None] * D + i[None, :], narrow(normed(x, eps, D) * weight, Y.dtype.element_ty), mask=live)
+    y = narrow(normed(x, eps, D) * weight, Y.dtype.element_ty)
+    if BLOCK > 0:
+        y = narrow(fp8_blocks(widen(y), D, R, B, BLOCK), Y.dtype.element_ty)
+    tl.store(Y + row[:, None] * D + i[None, :], y, mask=live)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, require_device
-from dsv4.kernels.linear.triton import AGAIN, gemm
+from dsv4.kernels.linear.triton import gemm
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_streams import TOKENS, early
 from dsv4.kernels.linear.triton_weights import check, hold
@@ -21,6 +21,7 @@ from dsv4.kernels.router import reference
 
 PIECE = 512  # columns of a program's part of the logits
 SLICES = 4  # slices of 128 columns that its warps take in parallel
+SPLIT_TOKENS = 4 * TOKENS  # tokens up to which logits are computed in pieces, for TOKENS of them at a time
 MAX_EXPERTS = 4096
 HASH_COLUMNS = 4096
 
@@ -34,21 +35,11 @@ def route_scored(x, weight, bias, topk: int, routed_scaling_factor: float):
     indices, weights = _results(x, topk)
     if not N:
         return indices, weights
-    h = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight))
-    each = TOKENS if N <= AGAIN and h.streams else N
-    for t in range(0, N, each):
-        few = slice(t, t + each)
-        _scored(x[few], h, bias, indices[few], weights[few], routed_scaling_factor)
-    return indices, weights
-
-
-def _scored(x, h, bias, indices, weights, factor: float) -> None:
-    """`route_scored` into indices and weights [N, topk]."""
-    (N, D), E, topk, pdl = x.shape, h.O, indices.shape[1], dependent_launch(x.device)
-    if N <= TOKENS and h.streams:
+    h, pdl = hold("route_scored", PackedWeight(WeightFormat.DENSE, weight)), dependent_launch(x.device)
+    if N <= SPLIT_TOKENS and h.streams:
         fp32, pieces = dot_in_fp32(x) or h.format == "fp32", triton.cdiv(D, PIECE)
         logits = torch.empty(pieces, N, E, dtype=torch.float32, device=x.device)
-        _logits[(triton.cdiv(E, 16), pieces)](
+        _logits[(triton.cdiv(E, 16), pieces, triton.cdiv(N, TOKENS))](
             x,
             N,
             x.stride(0),
@@ -77,7 +68,7 @@ def _scored(x, h, bias, indices, weights, factor: float) -> None:
         bias.contiguous(),
         indices,
         weights,
-        float(factor),
+        float(routed_scaling_factor),
         E,
         topk,
         next_power(E),
@@ -86,6 +77,7 @@ def _scored(x, h, bias, indices, weights, factor: float) -> None:
         num_warps=max(1, next_power(E) // 1024),
         launch_pdl=pdl,
     )
+    return indices, weights
 
 
 def route_hashed(x, weight, tid2eid, ids, routed_scaling_factor: float):
@@ -140,14 +132,14 @@ def _logits(
     FP32: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Y fp32 [pieces, N, E]: sums over PIECE columns each."""
+    """Y fp32 [pieces, N, E]: sums over PIECE columns each. Programs: rows of the gate, pieces, groups of tokens."""
     token, mine = tokens(KS, NH, False)
-    first, piece = tl.program_id(0) * (8 * RH), tl.program_id(1)
+    first, piece, before = tl.program_id(0) * (8 * RH), tl.program_id(1), tl.program_id(2) * (8 * NH)
     launch_dependents(EARLY)
     y = skinny(
         X,
-        token.to(tl.int64) * x_stride,
-        mine & (token < N),
+        (before + token).to(tl.int64) * x_stride,
+        mine & (before + token < N),
         W,
         None,
         first,
@@ -164,7 +156,7 @@ def _logits(
         SPAN=PIECE,
         EARLY=EARLY,
     )
-    e, t = first + tl.arange(0, 8 * RH), tl.arange(0, 8 * NH)
+    e, t = first + tl.arange(0, 8 * RH), before + tl.arange(0, 8 * NH)
     tl.store(Y + (piece * N + t[None, :]) * E + e[:, None], y, mask=(e[:, None] < E) & (t[None, :] < N))
 
 

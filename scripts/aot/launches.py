@@ -102,6 +102,7 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield f"{name} {shown(widths, sizes)}", partial(functions[name], *arguments)
     for ranks in RANKS:
         yield from exchanges(ranks)
+    yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
     yield "attention of many queries", attention_of_many
 
@@ -126,6 +127,17 @@ def attention_of_many() -> None:
         q, window = empty(1, N, H, D), index(N, FLASH.sliding_window)
         attention.sparse_attention(q[0], rows, window, rows, index(N, FLASH.index_topk), sink, D**-0.5)
         attention.hca_attention(q, rows, window, rows[None], index(1, N), sink, D**-0.5)
+
+
+def sums_of_experts() -> Iterator[tuple[str, Callable]]:
+    """Of one rank, while a sublayer's result is merged."""
+    meta, d, k = torch.device("meta"), FLASH.hidden_size, FLASH.num_experts_per_tok
+    for N in (1, 8, 64):
+        rows = torch.empty(N * k, d, dtype=torch.bfloat16, device=meta)
+        indices, shared = torch.empty(N, k, dtype=torch.int64, device=meta), torch.empty(N, d, device=meta)
+        drawn = productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=N)
+        later = Unsummed(ExpertRows(rows, indices, shared), torch.bfloat16, None)
+        yield f"merged experts, {N} tokens", partial(mhc_post_pre_norm, later, *drawn[1:])
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:

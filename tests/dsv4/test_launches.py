@@ -51,7 +51,7 @@ def prefill(
 
 
 @pytest.mark.parametrize(
-    "batch, most", [(1, {"window": 16, "csa": 18, "hca": 16}), (3, {"window": 17, "csa": 20, "hca": 17})]
+    "batch, most", [(1, {"window": 15, "csa": 17, "hca": 15}), (3, {"window": 16, "csa": 19, "hca": 16})]
 )
 def test_launches_a_layer(model, monkeypatch, batch, most):
     """Goal: 20 a layer. What is shared: positions, embedded tokens, the end of the streams and the head."""
@@ -67,6 +67,25 @@ def test_launches_a_layer(model, monkeypatch, batch, most):
             counted.names[begin:end],
         )
     assert counted.names[-3:-1] == ["_statistics_few", "_merge"] and marks[0] == 2
+
+
+@pytest.mark.parametrize("batch", [32, 64])
+def test_steps_of_more_rows_launch_nothing_of_torch_either(model, monkeypatch, batch):
+    """How many kernels they launch at the sizes of Flash: tests/scripts/test_count_launches.py."""
+    counted = Launches(monkeypatch)
+    captured(model, counted, batch, 80)
+    assert [name for name in counted.names if name.startswith("torch ")] == []
+
+
+def test_a_watched_mixture_gives_its_whole_sum(model, monkeypatch):
+    """Otherwise the kernel that merges it adds up experts' rows."""
+    counted, seen = Launches(monkeypatch), []
+    captured(model, counted, 3, 80)
+    assert "combine_experts" not in counted.names
+    watch = model.layers[1].ffn.register_forward_hook(lambda *given: seen.append(given[-1]))
+    captured(model, counted, 3, 80)
+    watch.remove()
+    assert counted.names.count("combine_experts") == 1 and [type(x) for x in seen] == [torch.Tensor]
 
 
 def test_launches_of_a_chunk(model, monkeypatch):

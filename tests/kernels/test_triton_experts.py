@@ -120,6 +120,21 @@ def test_shared_expert(form, simulate, N):
         assert distance(got, literal_shared(x, *w, simulate)) < tolerance(dtype, simulate)
 
 
+@pytest.mark.parametrize("shared_form,simulate", [("fp8", True), ("fp8", False), ("dense bf16", False)])
+def test_a_shared_expert_beside_the_streamed_experts_of_more_tokens(shared_form, simulate):
+    """Its tiles have groups of tokens, and each token has the bits that it has in a group alone."""
+    N, E, d, I, k = 40, 10, 32, 32, 2
+    w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)
+    shared = tuple(pack(randn(*shape, seed=i), shared_form) for i, shape in enumerate(((I, d), (I, d), (d, I))))
+    x, (indices, routing) = randn(N, d), choices(N, k, E)
+    got = gpu.moe(x, indices, routing, w13, w2, shared, LIMIT, simulate, simulate, combine=False)
+    wanted = literal(x, indices, routing, w13, w2, simulate) + literal_shared(x, *shared, simulate)
+    assert distance(got.combine(torch.float32), wanted) < tolerance(x.dtype, simulate)
+    for few in (slice(0, 16), slice(16, 32)):
+        alone = gpu.shared_expert(x[few], *shared, LIMIT, simulate)
+        assert torch.equal(got.shared[few], alone)
+
+
 @pytest.mark.parametrize("N", [1, 4, 24])
 @pytest.mark.parametrize(
     "form,shared_form,simulate",

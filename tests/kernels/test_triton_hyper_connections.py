@@ -4,7 +4,9 @@ compositions."""
 import pytest
 import torch
 
+from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.hyper_connections import mhc_post, mhc_pre, reference, triton_statistics
 from dsv4.kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
 from dsv4.kernels.rms_norm.reference import rms_norm
@@ -237,3 +239,19 @@ def test_offsets_beyond_two_gib():
     assert torch.equal(mhc_post(*large, backend="triton")[-70:], alone)
     # the same sums in another kernel, where a compiler may fuse other multiplications and additions
     close(alone, fused)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("tokens,dtype", [(1, torch.bfloat16), (3, torch.float32), (40, torch.bfloat16)], ids=str)
+def test_rows_of_experts_are_added_up_while_they_are_merged(tokens, dtype, shared):
+    """With the bits of their sum, which is rounded once; rows of expert −1 were not written."""
+    case, each = Case(tokens, d=40, dtype=dtype), 3
+    g = torch.Generator().manual_seed(tokens)
+    rows = torch.randn(tokens * each, 40, generator=g).to(dtype).to(DEVICE)
+    indices = torch.arange(tokens * each, device=DEVICE).view(tokens, each) % 5 - 1
+    rows[indices.flatten() < 0] = float("nan")
+    found = ExpertRows(rows, indices, torch.randn(tokens, 40, generator=g).to(DEVICE) if shared else None)
+    rest = *case.mixing[1:], *case.weights, 3, EPS, EPS, case.weight, EPS
+    later = mhc_post_pre_norm(Unsummed(found, dtype, None), *rest)
+    assert all(map(torch.equal, later, mhc_post_pre_norm(found.combine(dtype), *rest)))
+    assert torch.equal(Unsummed(found, dtype, None).to(torch.device(DEVICE)), found.combine(dtype))

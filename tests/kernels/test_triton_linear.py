@@ -168,10 +168,10 @@ def test_the_composition_is_that_of_the_reference():
         assert distance(a, b) < 1e-5
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("N", [17, 32])
+@pytest.mark.parametrize("form", [form for form in FORMATS if form != "fp8 blocks of 32"])
+@pytest.mark.parametrize("N", [25, 32])
 def test_a_few_tokens_more_have_the_bits_of_few(form, N):
-    """A small weight is streamed again: a pass of drafts rounds as the steps that it stands for."""
+    """A small weight is streamed for groups of tokens: a pass of drafts rounds as the steps that it stands for."""
     x, w = randn(N, 1184), pack(randn(24, 1184), form)
     simulate = w.scale is not None
     assert torch.equal(

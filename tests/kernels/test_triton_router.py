@@ -23,7 +23,9 @@ def compare(got, wanted, relative: float = 2e-6) -> None:
 
 
 @pytest.mark.parametrize(
-    "N,D,E,k", [(1, 64, 16, 4), (3, 640, 40, 6), (12, 128, 7, 7), (18, 96, 24, 3), (2, 20, 5, 1)], ids=str
+    "N,D,E,k",
+    [(1, 64, 16, 4), (3, 640, 40, 6), (12, 128, 7, 7), (18, 96, 24, 3), (40, 640, 24, 3), (2, 20, 5, 1)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", DTYPES, ids=str)
