@@ -3,7 +3,7 @@
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
 #                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory
-#                                   host_waits start parallel; all but parallel, which needs two GPUs, if none
+#                                   host_waits start tiles parallel; all but tiles and parallel, which needs two GPUs, if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
@@ -15,7 +15,8 @@
 # GQA model with the agreement table and needles of 32K haystacks; first_token: prompts of a whole GQA model, dense and sparse, by
 # length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
 # model and its map; host_tier: caches in host memory; expert_memory: routed experts there; host_waits: how often the host
-# waits while the demo decodes with drafts; start: from process start to the first token, compiled and not; parallel: a model that two GPUs hold together, its tests first. Parts run one after another, because some are timed; each at most LIMIT seconds
+# waits while the demo decodes with drafts; start: from process start to the first token, compiled and not; tiles: kernels of Gluon beside
+# those that they may replace, tile by tile; parallel: a model that two GPUs hold together, its tests first. Parts run one after another, because some are timed; each at most LIMIT seconds
 # (default 600). Results go to $OUT, or each to its place in audits/ (scripts/places.py).
 # WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
 # JOURNALS: a folder; kernels, matrix, selftest, both parts of speculation and parallel, cut off, go on where they stopped when called again with it.
@@ -49,6 +50,13 @@ parallel() {
     "$python" scripts/bench_parallel.py --ranks 1 --only part --journal "$JOURNALS/parallel.jsonl" ${OUT:+--out "$OUT"} &&
     "$python" scripts/bench_parallel.py --journal "$JOURNALS/parallel.jsonl" ${OUT:+--out "$OUT"}
 }
+tiles() {
+  local wrong=0 script
+  for script in fp8 attention experts index; do
+    "$python" "scripts/tune_$script.py" --seconds $((LIMIT / 5)) || wrong=1
+  done
+  return $wrong
+}
 part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
@@ -75,12 +83,13 @@ part() {
     parallel) parallel ;;
     start) "$python" scripts/measure_start.py ${OUT:+--out "$OUT"} &&
       "$python" scripts/measure_start.py --dummy-weights flash --layers 8 --runs 1 ${OUT:+--out "$OUT/flash"} ;;
+    tiles) tiles ;;
     host_waits) "$python" scripts/measure_host_waits.py ${OUT:+--out "$OUT"} ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }
 export python without
-export -f part audit place
+export -f part audit parallel tiles place
 table=() failed=0
 for name in "${parts[@]}"; do
   echo "== $name"
