@@ -25,7 +25,7 @@ from tests.gluon.errors import Deadlock, EmulationError, UnknownName
 from tests.gluon.memory import Descriptor, Memory
 from tests.gluon.schedule import Program
 from tests.gluon.source import Translation
-from tests.gluon.timing import SEEDS, Timing
+from tests.gluon.timing import SEEDS, Timing, order
 from tests.gluon.values import NUMBERS, Tensor, to_tensor
 
 __all__ = ["SEEDS", "Deadlock", "EmulationError", "OnCPU", "UnknownName", "launch"]
@@ -48,7 +48,7 @@ def launch(kernel, grid, *args, num_warps: int = 4, seed: int = 0, asm: dict | N
         UnknownName: it uses what has no emulation.
     """
     current: list[Program] = []
-    timing, memory = Timing(seed), Memory()
+    memory = Memory()
     function = Translation(lambda: current[-1])(kernel)
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     if options.get("num_ctas", 1) != 1:
@@ -56,9 +56,9 @@ def launch(kernel, grid, *args, num_warps: int = 4, seed: int = 0, asm: dict | N
     bound = function.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     given = {p.name: _given(bound.arguments[p.name], p, memory) for p in kernel.params}
-    for ids in timing.order(list(product(*map(range, grid)))):
+    for place, ids in enumerate(order(seed, list(product(*map(range, grid))))):
         ids, sizes = (*ids, 0, 0)[:3], (*grid, 1, 1)[:3]
-        current[:] = [Program(ids, sizes, memory, timing, num_warps, asm or {})]
+        current[:] = [Program(ids, sizes, memory, Timing(seed, place), num_warps, asm or {})]
         function(**given)
         current[-1].end()
 

@@ -4,8 +4,9 @@ the seed makes them."""
 import torch
 import triton.language as tl
 
+from tests.gluon.accesses import Access
 from tests.gluon.dtypes import from_bits, size_of
-from tests.gluon.errors import UnknownName, refuse
+from tests.gluon.errors import EmulationError, refuse
 from tests.gluon.memory import Descriptor, Memory, Shared, addresses
 from tests.gluon.schedule import Copy, Program
 from tests.gluon.values import Tensor, static, to_tensor
@@ -20,11 +21,12 @@ class Accumulator:
     def __init__(self, a, b, acc, use_acc: bool):
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
         self.result: Tensor | None = None
+        self.reads: list = []  # of shared memory, until the wait
 
     def __getattr__(self, name):
         if name in ("dtype", "shape", "type", "layout"):
             return getattr(self.acc, name)
-        raise UnknownName(f"an accumulator is used ({name}) before warpgroup_mma_wait has completed its product")
+        raise EmulationError(f"an accumulator is used ({name}) before warpgroup_mma_wait has completed its product")
 
     def __repr__(self) -> str:
         return "an accumulator before its warpgroup_mma_wait"
@@ -37,7 +39,7 @@ class Accumulator:
 
 def _unfinished(name):
     def call(self, *_):
-        raise UnknownName(f"an accumulator is used ({name}) before warpgroup_mma_wait has completed its product")
+        raise EmulationError(f"an accumulator is used ({name}) before warpgroup_mma_wait has completed its product")
 
     return call
 
@@ -102,6 +104,8 @@ class Hopper:
         coord = list(coord)
         if not pred:
             return
+        # its bytes count in the phase that is not complete
+        self.program.accesses.begin(result, "a TMA load", writes=True, who=barrier, epoch=barrier.phase + 1)
         copy = Copy(lambda: result.bits.copy_(tensor_desc.read(coord)), tensor_desc.nbytes)
         if self.program.timing.copies_at_once():
             barrier.receive(copy)
@@ -112,8 +116,8 @@ class Hopper:
     def tma_store(self, tensor_desc, coord, src):
         _require_block(tensor_desc, src)
         program, coord = self.program, list(coord)
-        program.require_fence(src, "a TMA store")
-        store = _Store(tensor_desc, coord, src)
+        program.accesses.require_fence(src, "a TMA store")
+        store = _Store(tensor_desc, coord, src, program.accesses.begin(src, "a TMA store"))
         if program.timing.reads_at_once():
             store.read()
         program.current.stores.append(store)
@@ -124,6 +128,7 @@ class Hopper:
         while len(stores) > static(pendings, "the number of stores under way"):
             store = stores.pop(0)
             store.read()
+            self.program.accesses.complete(store.access)
             if self.program.timing.copies_at_once():
                 store.write()
             else:
@@ -136,10 +141,12 @@ class Hopper:
         address, live, shape = addresses(pointer, mask)
         refuse(shape != smem.shape, f"cp.async of {shape} to {smem} of {smem.shape}")
         refuse(pointer.dtype.element_ty != smem.dtype, f"cp.async of {pointer.dtype.element_ty} to {smem.dtype}")
-        copy = Copy(lambda: _copied(program, memory, smem, address, live))
+        access = program.accesses.begin(smem, "an asynchronous copy", writes=True)
+        access.unfenced = True  # cp.async writes as registers do
+        copy = Copy(lambda: _copied(memory, smem, address, live), access=access)
         if program.timing.copies_at_once():
             copy.land()
-            copy = Copy(lambda: None)
+            copy.land = lambda: None
         program.current.copies.append(copy)
 
     def commit_group(self):
@@ -152,6 +159,7 @@ class Hopper:
         while len(groups) > static(num_outstanding, "the number of groups under way"):
             for copy in groups.pop(0):
                 copy.land()
+                self.program.accesses.complete(copy.access)
 
     def copies_arrive(self, mbarrier, increment_count=True):
         """Every thread of the partition arrives once its copies so far have landed."""
@@ -159,6 +167,8 @@ class Hopper:
         copies, threads = [c for g in here.groups for c in g] + here.copies, 32 * here.warps
         here.groups, here.copies = [], []
         barrier.missing += threads if increment_count else 0
+        for copy in copies:
+            copy.access.who, copy.access.epoch = barrier, barrier.phase + 1
         self.program.released(barrier)
         arrival = Copy(lambda: [c.land() for c in copies], arrivals=threads)
         if self.program.timing.copies_at_once():
@@ -170,7 +180,7 @@ class Hopper:
     # wgmma ------------------------------------------------------------------------------------------------------------
 
     def fence_async_shared(self, cluster=False):
-        self.program.fence()
+        self.program.accesses.fence()
 
     def mma_init(self, value):
         return value
@@ -178,33 +188,44 @@ class Hopper:
     def mma(self, a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
         program = self.program
         _require_product(a, b, acc)
+        made, products = Accumulator(a, b, acc, bool(use_acc)), program.current.products
         for operand in (a, b):
             if isinstance(operand, Shared):
-                program.require_fence(operand, "wgmma")
-        made, products = Accumulator(a, b, acc, bool(use_acc)), program.current.products
+                program.accesses.require_fence(operand, "wgmma")
+                made.reads.append(program.accesses.begin(operand, "wgmma"))
         products.append(made)
         if not is_async:
-            _complete(products, 0)
+            self._complete(0)
             return made.result
         if program.timing.reads_at_once():
-            _complete(list(products), 0)
+            for under_way in products:
+                under_way.compute()
         return made
 
     def mma_wait(self, num_outstanding=0, deps=None):
         refuse(deps is None, "warpgroup_mma_wait needs deps")
         products = self.program.current.products
-        _complete(products, static(num_outstanding, "the number of products under way"))
+        self._complete(static(num_outstanding, "the number of products under way"))
         under_way = [id(p) for p in products]
         got = tuple(d.result if isinstance(d, Accumulator) and id(d) not in under_way else d for d in deps)
         return got[0] if len(got) == 1 else got
+
+    def _complete(self, outstanding: int) -> None:
+        products = self.program.current.products
+        while len(products) > outstanding:
+            product = products.pop(0)
+            product.compute()
+            for access in product.reads:
+                self.program.accesses.complete(access)
 
 
 class _Store:
     """A TMA store under way."""
 
-    def __init__(self, descriptor: Descriptor, coordinates, source: Shared):
+    def __init__(self, descriptor: Descriptor, coordinates, source: Shared, access: Access):
         self.descriptor, self.coordinates, self.source = descriptor, coordinates, source
         self.block: torch.Tensor | None = None
+        self.access = access
 
     def read(self) -> None:
         self.block = self.source.bits.clone() if self.block is None else self.block
@@ -213,16 +234,10 @@ class _Store:
         self.descriptor.write(self.coordinates, self.block)
 
 
-def _complete(products: list, outstanding: int) -> None:
-    while len(products) > outstanding:
-        products.pop(0).compute()
-
-
-def _copied(program: Program, memory: Memory, smem: Shared, address, live) -> None:
-    """Zeros where the mask is off. The generic proxy writes, so that wgmma needs a fence."""
+def _copied(memory: Memory, smem: Shared, address, live) -> None:
+    """Zeros where the mask is off."""
     bits = memory.read(address, live, size_of(smem.dtype))
     smem.bits.copy_(torch.where(live, bits, torch.zeros_like(bits)))
-    program.wrote(smem)
 
 
 def _require_block(descriptor: Descriptor, block: Shared) -> None:

@@ -1,6 +1,7 @@
 """Emulations of triton.experimental.gluon.language and triton.language: functions by the names that kernels use."""
 
 import builtins
+import functools
 
 import torch
 import triton.language as tl
@@ -140,6 +141,7 @@ def minimum(x, y, propagate_nan=tl.PropagateNan.NONE):
 
 
 def _unary(function):
+    @functools.wraps(function)
     def call(x):
         x = to_tensor(x)
         refuse(x.dtype.name not in ("fp32", "fp64"), f"{function.__name__} of {x.dtype}")
@@ -322,6 +324,14 @@ def smaller(*values):
 def greater(*values):
     """Python's max in a kernel."""
     return maximum(*values) if any(isinstance(v, Tensor) for v in values) else builtins.max(*values)
+
+
+# What tensors have as methods too -------------------------------------------------------------------------------------
+
+for _method in (reshape, permute, ravel, split, broadcast, expand_dims, cast, exp, exp2, log, log2, sqrt, rsqrt):
+    setattr(Tensor, _method.__name__, _method)
+for _method in (abs, floor, ceil, sum, max, min, xor_sum, reduce, associative_scan, cumsum, gather):
+    setattr(Tensor, _method.__name__, _method)
 
 
 def unknown(name: str):

@@ -1,6 +1,6 @@
 """Memory of an emulated kernel: the tensors that its pointers may reach, and shared memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,7 +47,10 @@ class Memory:
             inside = touched if chosen is left else address[chosen]
             beyond = int(inside.max()) + size - end
             refuse(beyond > 0, f"access {beyond} bytes beyond the end of {name}")
-            refuse(bool(((inside - start) % size != 0).any()), f"access to {name} not aligned to {size} bytes")
+            refuse(
+                bool(((inside % size != 0) | ((inside - start) % size != 0)).any()),
+                f"access to {name} not aligned to {size} bytes",
+            )
             yield flat[: flat.numel() // size * size].view(_bits(size)), (inside - start) // size, chosen
             left = left & ~chosen
 
@@ -122,6 +125,7 @@ class Allocation:
 
     buffer: torch.Tensor
     name: str = ""
+    overlaps: dict = field(default_factory=dict)  # by keys of two views
 
 
 class Shared:
@@ -161,14 +165,15 @@ class Shared:
         return Shared(self.allocation, bits, dtype or self.dtype, layout or self.layout, self.program)
 
     def load(self, layout=None) -> Tensor:
+        self.program.accesses.read(self)
         return Tensor(from_bits(self.bits.clone(), self.dtype), self.dtype, layout)
 
     def store(self, value: Tensor) -> None:
         refuse(not isinstance(value, Tensor), f"store of {value!r} to {self}")
         refuse(value.shape != self.shape, f"store of {value.shape} to {self} of {self.shape}")
         refuse(value.dtype != self.dtype, f"store of {value.dtype} to {self} of {self.dtype}")
+        self.program.accesses.write(self)
         self.bits.copy_(to_bits(value.data, value.dtype))
-        self.program.wrote(self)
 
     def index(self, index) -> "Shared":
         i = int(to_tensor(index).data)
@@ -205,8 +210,17 @@ class Shared:
         mark.as_strided([*self.shape, size], strides, self.bits.storage_offset() * size)[...] = True
         return mark
 
+    @property
+    def key(self) -> tuple:
+        """Equal for views of the same elements."""
+        return self.bits.storage_offset(), self.bits.element_size(), tuple(self.bits.shape), self.bits.stride()
+
     def overlaps(self, other: "Shared") -> bool:
-        return self.allocation is other.allocation and bool((self.marks() & other.marks()).any())
+        """Whether views of one allocation share bytes."""
+        keys, known = (self.key, other.key), self.allocation.overlaps
+        if keys not in known:
+            known[keys] = keys[0] == keys[1] or bool((self.marks() & other.marks()).any())
+        return known[keys]
 
 
 def allocate(dtype, shape, layout, program) -> Shared:

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.gluon.accesses import Access, Accesses, merge
 from tests.gluon.errors import Deadlock, EmulationError, refuse
 from tests.gluon.memory import Memory, Shared
 from tests.gluon.timing import Timing
@@ -20,16 +21,17 @@ class Copy:
     land: Callable[[], None]
     bytes: int = 0  # 0: it does not count, but arrives `arrivals` times
     arrivals: int = 0
+    access: Access | None = None  # of a cp.async
 
 
 class Barrier:
     """An mbarrier. Phase n is complete when `count` arrivals and as many bytes as were expected have come in it."""
 
-    def __init__(self, name: str, count: int, partitions: int):
+    def __init__(self, name: str, count: int):
         self.name, self.count = name, count
         self.phase, self.missing, self.expected, self.received = 0, count, 0, 0
         self.pending: list[Copy] = []  # not landed
-        self.clock = [0] * partitions
+        self.clock: dict = {}  # what who waits comes to know
 
     def passed(self, parity: int) -> bool:
         """Whether the last phase of this parity is complete: phases before the first count as complete."""
@@ -76,7 +78,7 @@ class Partition:
     run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     waiting: tuple[Barrier, int] | None = None
     done: bool = False
-    clock: list[int] = field(default_factory=list)  # by partition: the epoch up to which its stores are known here
+    clock: dict = field(default_factory=dict)  # epochs of partitions, and phases of barriers, that are known here
     copies: list[Copy] = field(default_factory=list)  # cp.async, not committed
     groups: list[list[Copy]] = field(default_factory=list)  # committed, not waited for
     products: list = field(default_factory=list)  # wgmma, not waited for
@@ -93,15 +95,6 @@ class Partition:
         refuse(bool(self.copies), f"{self.name} ends with {len(self.copies)} asynchronous copies under way")
 
 
-@dataclass(eq=False)
-class Unfenced:
-    """Shared memory that registers or cp.async wrote: the async proxy may not read it before a fence."""
-
-    view: Shared
-    writer: int
-    epoch: int
-
-
 class Program:
     """One program of the grid. `current` is the partition that runs."""
 
@@ -110,10 +103,10 @@ class Program:
     ):
         self.ids, self.grid, self.memory, self.timing, self.asm = ids, grid, memory, timing, asm
         self.barriers: dict[tuple, Barrier] = {}
-        self.unfenced: list[Unfenced] = []
+        self.accesses = Accesses(self)
         self.final: list[Callable[[], None]] = []  # writes to global memory that nothing waits for
         self.error: BaseException | None = None
-        self.partitions = [Partition("the kernel", 0, warps, clock=[1])]
+        self.partitions = [Partition("the kernel", 0, warps, clock={0: 1})]
         self.current = self.partitions[0]
 
     # Partitions -------------------------------------------------------------------------------------------------------
@@ -127,11 +120,8 @@ class Program:
         for index, ((name, _), count) in enumerate(zip(functions[1:], warps), start=1):
             same = [p for p in self.partitions if p.name.split(" #")[0] == name]
             self.partitions.append(Partition(f"{name} #{len(same) + 1}" if same else name, index, count))
-        for p in self.partitions:
-            p.clock = [main.clock[0], *[0] * len(warps)]
-            p.clock[p.index] = max(1, p.clock[p.index])
-        for barrier in self.barriers.values():
-            barrier.clock += [0] * len(warps)
+        for p in self.partitions[1:]:
+            p.clock = {**main.clock, p.index: 1}
         main.clock[0] += 1
         workers = list(zip(self.partitions[1:], (f for _, f in functions[1:])))
         threads = [threading.Thread(target=self._worker, args=w, daemon=True) for w in workers]
@@ -156,7 +146,8 @@ class Program:
 
     def _join(self, main: Partition) -> None:
         """The kernel goes on after its partitions: it knows what all of them have stored."""
-        main.clock = [max(p.clock[i] for p in self.partitions) for i in range(len(self.partitions))]
+        for p in self.partitions:
+            merge(main.clock, p.clock)
         self.current = main
 
     def _worker(self, partition: Partition, function: Callable) -> None:
@@ -225,7 +216,7 @@ class Program:
         refuse(view.numel != 1 or view.dtype.name != "int64", f"{view} is no mbarrier: int64 [1]")
         key = view.allocation, view.bits.storage_offset()
         refuse(key in self.barriers, f"{view} is initialised again without mbarrier.invalidate")
-        self.barriers[key] = Barrier(str(view), count, len(self.partitions))
+        self.barriers[key] = Barrier(str(view), count)
 
     def wait(self, barrier: Barrier, parity: int) -> None:
         here = self.current
@@ -233,37 +224,19 @@ class Program:
         while not barrier.passed(parity):
             self._switch()
         here.waiting = None
-        here.clock = [max(pair) for pair in zip(here.clock, barrier.clock)]
+        merge(here.clock, barrier.clock)
+        here.clock[barrier] = barrier.phase
 
     def released(self, barrier: Barrier) -> None:
-        """The current partition arrives: who waits will know its stores so far."""
+        """The current partition arrives: who waits will know what it knows now."""
         here = self.current
-        barrier.clock = [max(pair) for pair in zip(here.clock, barrier.clock)]
+        merge(barrier.clock, here.clock)
         here.clock[here.index] += 1
 
     def pause(self) -> None:
         """After an arrival: another partition may run."""
         if len(self.partitions) > 1 and self.timing.switches():
             self._switch()
-
-    # Proxies ----------------------------------------------------------------------------------------------------------
-
-    def wrote(self, view: Shared) -> None:
-        here = self.current
-        self.unfenced.append(Unfenced(view, here.index, here.clock[here.index]))
-
-    def fence(self) -> None:
-        """Stores of this partition, and those that a barrier has made known to it, reach the async proxy."""
-        here = self.current
-        self.unfenced = [u for u in self.unfenced if u.writer != here.index and here.clock[u.writer] < u.epoch]
-
-    def require_fence(self, view: Shared, reader: str) -> None:
-        for u in self.unfenced:
-            if u.view.overlaps(view):
-                writer = self.partitions[u.writer].name
-                raise EmulationError(
-                    f"{reader} reads {view}, stored by {writer}, without fence_async_shared after the store"
-                )
 
     def end(self) -> None:
         self.partitions[0].finish()
