@@ -14,6 +14,7 @@ from triton.language.extra import cuda
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from tests.gluon import language as emulated
+from tests.gluon import reductions
 from tests.gluon.errors import EmulationError, UnknownName, refuse
 from tests.gluon.hopper import Hopper
 from tests.gluon.language import unknown
@@ -24,9 +25,10 @@ from tests.gluon.values import NUMBERS, Tensor, to_tensor
 VALUES = (
     "arange full zeros full_like zeros_like cast convert_layout set_auto_layout reshape permute ravel join split "
     "broadcast cdiv add sub mul maximum minimum exp exp2 log log2 sqrt sqrt_rn rsqrt erf sin cos floor ceil abs fdiv "
-    "div_rn fma umulhi gather reduce max min sum xor_sum reduce_or associative_scan cumsum static_assert device_assert "
+    "div_rn fma umulhi gather static_assert device_assert "
     "assume multiple_of max_contiguous max_constancy static_print device_print static_range where expand_dims"
 ).split()
+REDUCTIONS = "reduce max min sum xor_sum reduce_or associative_scan cumsum".split()
 RUNNING = (
     "program_id num_programs num_warps num_ctas load store allocate_shared_memory warp_specialize "
     "inline_asm_elementwise atomic_add atomic_max atomic_min atomic_and atomic_or atomic_xor atomic_xchg atomic_cas"
@@ -34,10 +36,11 @@ RUNNING = (
 MBARRIER = "init invalidate expect arrive wait".split()
 
 
-def _pairs(value_of, running: Language, device: Hopper):
+def _pairs(running: Language, device: Hopper):
     """(module, name, emulation) of everything known; names that this Triton lacks are left out below."""
     for module in (gl, tl, tl.math):
-        yield from ((module, name, value_of(name)) for name in VALUES)
+        yield from ((module, name, getattr(emulated, name)) for name in VALUES)
+        yield from ((module, name, getattr(reductions, name)) for name in REDUCTIONS)
         yield from ((module, name, getattr(running, name)) for name in RUNNING)
         yield module, "range", emulated.dynamic_range
         yield module, "to_tensor", to_tensor
@@ -67,7 +70,7 @@ class Translation:
     """What a kernel sees in place of the values in its scope. One for each launch: modules' constants may change."""
 
     def __init__(self, running):
-        pairs = _pairs(lambda name: getattr(emulated, name), Language(running), Hopper(running))
+        pairs = _pairs(Language(running), Hopper(running))
         self.known = {id(getattr(m, name)): made for m, name, made in pairs if hasattr(m, name)}
         self.functions: dict[int, Function] = {}
 
