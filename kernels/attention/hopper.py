@@ -88,6 +88,8 @@ def attend(
                 gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, S)),
                 mask=h < H,
             )
+            async_copy.commit_group()
+            async_copy.wait_group(0)  # no program ends while queries are copied to its memory
             return
     lists = WINDOW_INDEX + n * wi_n, wi_k, ENTRY_INDEX + n * ei_n, ei_k, near, W, seen
     run = ENTRIES + b * e_b
