@@ -136,7 +136,8 @@ class Function:
 def assigned(value, name: str = ""):
     """What a variable holds that is not annotated as a constexpr: numbers become tensors."""
     if isinstance(value, tuple):
-        return tuple(assigned(v) for v in value)
+        names = name.strip("()").split(", ") if name.count(",") == len(value) - 1 else [name] * len(value)
+        return tuple(map(assigned, value, names))
     if isinstance(value, Shared) and not value.allocation.name:
         value.allocation.name = name
     return to_tensor(value) if isinstance(value, NUMBERS) else value
@@ -175,9 +176,8 @@ class _Assignments(ast.NodeTransformer):
 
     def visit_Assign(self, node):
         self.generic_visit(node)
-        names = [t.id for t in node.targets if isinstance(t, ast.Name)]
-        node.value = _call("_assigned_", node.value, ast.Constant(names[0] if names else ""))
-        return ast.copy_location(node, node)
+        node.value = _call("_assigned_", node.value, ast.Constant(ast.unparse(node.targets[0])))
+        return node
 
     def visit_AugAssign(self, node):
         read = ast.parse(ast.unparse(node.target), mode="eval").body
