@@ -6,7 +6,7 @@ knows the epochs that had arrived. A TMA load is known to who waited for the pha
 
 from dataclasses import dataclass
 
-from tests.gluon.errors import EmulationError, refuse
+from tests.gluon.errors import EmulationError
 from tests.gluon.memory import Allocation, Shared
 
 
@@ -81,8 +81,9 @@ class Accesses:
 
     def require_fence(self, view: Shared, reader: str) -> None:
         for a in self.of.get(view.allocation, []):
-            stored = f"{reader} reads {view} after {self._said(a)}"
-            refuse(a.unfenced and a.view.overlaps(view), f"{stored}, without fence_async_shared in between")
+            if a.unfenced and a.view.overlaps(view):
+                stored = f"{reader} reads {view} after {self._said(a)}"
+                raise EmulationError(f"{stored}, without fence_async_shared in between")
 
 
 def _replaces(new: Access, old: Access) -> bool:

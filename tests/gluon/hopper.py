@@ -254,6 +254,8 @@ def _require_product(a, b, acc) -> None:
     (M, K), (depth, N) = a.shape, b.shape
     refuse(K != depth or acc.shape != [M, N], f"wgmma of {a.shape} and {b.shape} to {acc.shape}")
     refuse(bool(M % 64 or N % 8 or K * size % DEEP), f"wgmma of {a.shape} and {b.shape}: no such instruction")
+    instruction = getattr(acc.layout, "instr_shape", [16, 8, DEEP // size])
+    refuse(instruction[-1] * size != DEEP or N % instruction[1], f"wgmma of {a.dtype} with instructions {instruction}")
     refuse(acc.dtype != tl.float32, f"wgmma to {acc.dtype} has no emulation")
     if size == 1:  # only 16-bit operands may be transposed
         for x, k in ((a, 1), (b, 0)):

@@ -25,7 +25,8 @@ at_every_timing = pytest.mark.parametrize("seed", SEEDS)
 
 
 @gluon.jit
-def produce(A, B, a, b, full, empty, tiles, MISTAKE: gl.constexpr):
+def produce(A, B, rings, MISTAKE: gl.constexpr):
+    a, b, full, empty, tiles = rings
     stages: gl.constexpr = a.shape[0]
     depth: gl.constexpr = A.block_shape[1]
     bytes: gl.constexpr = A.block_type.nbytes + B.block_type.nbytes
@@ -34,20 +35,24 @@ def produce(A, B, a, b, full, empty, tiles, MISTAKE: gl.constexpr):
         if MISTAKE != "no wait for an empty stage":
             mbarrier.wait(empty.index(stage), phase if MISTAKE == "deadlock" else phase ^ 1)
         mbarrier.expect(full.index(stage), bytes // 2 if MISTAKE == "too few bytes" else bytes)
-        tma.async_copy_global_to_shared(A, [gl.program_id(0) * 64, tile * depth], full.index(stage), a.index(stage))
+        row = gl.program_id(0) * a.shape[1]
+        tma.async_copy_global_to_shared(A, [row, tile * depth], full.index(stage), a.index(stage))
         if MISTAKE != "a copy is missing":
             tma.async_copy_global_to_shared(B, [gl.program_id(1) * 32, tile * depth], full.index(stage), b.index(stage))
 
 
 @gluon.jit
-def consume(C, a, b, full, empty, tiles, MISTAKE: gl.constexpr):
+def consume(C, rings, HALF: gl.constexpr, MISTAKE: gl.constexpr):
+    a, b, full, empty, tiles = rings
     stages: gl.constexpr = a.shape[0]
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16])
+    depth: gl.constexpr = 256 // a.dtype.primitive_bitwidth
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, depth])
     acc = gl.zeros([64, 32], gl.float32, L)
     for tile in range(tiles):
         stage, phase = tile % stages, tile // stages & 1
         mbarrier.wait(full.index(stage), phase ^ 1 if MISTAKE == "wrong phase" else phase)
-        acc = warpgroup_mma(a.index(stage), b.index(stage).permute([1, 0]), acc, is_async=True)
+        rows = a.index(stage).slice(64 * HALF, 64)
+        acc = warpgroup_mma(rows, b.index(stage).permute([1, 0]), acc, is_async=True)
         if MISTAKE == "released before the product is complete":
             mbarrier.arrive(empty.index(stage))
         if MISTAKE == "accumulator read early":
@@ -61,28 +66,35 @@ def consume(C, a, b, full, empty, tiles, MISTAKE: gl.constexpr):
     c.store(acc)
     if MISTAKE != "no fence":
         fence_async_shared()
-    tma.async_copy_shared_to_global(C, [gl.program_id(0) * 64, gl.program_id(1) * 32], c)
+    row = gl.program_id(0) * a.shape[1] + 64 * HALF
+    tma.async_copy_shared_to_global(C, [row, gl.program_id(1) * 32], c)
     if MISTAKE != "no wait for the store":
         tma.store_wait(0)
 
 
 @gluon.jit
 def multiply(A, B, C, tiles, STAGES: gl.constexpr, MISTAKE: gl.constexpr):
-    a = gl.allocate_shared_memory(A.dtype, [STAGES, 64, A.block_shape[1]], A.layout)
+    consumers: gl.constexpr = A.block_shape[0] // 64
+    a = gl.allocate_shared_memory(A.dtype, [STAGES, A.block_shape[0], A.block_shape[1]], A.layout)
     b = gl.allocate_shared_memory(B.dtype, [STAGES, 32, B.block_shape[1]], B.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
-    gl.warp_specialize(
-        [
-            (consume, (C, a, b, full, empty, tiles, MISTAKE)),
-            (produce, (A, B, a, b, full, empty, tiles, MISTAKE)),
-        ],
-        [1],
-        [24],
-    )
+        mbarrier.init(empty.index(stage), count=consumers)
+    rings = (a, b, full, empty, tiles)
+    if consumers == 1:
+        gl.warp_specialize(
+            [(consume, (C, rings, 0, MISTAKE)), (produce, (A, B, rings, MISTAKE))],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [(consume, (C, rings, 0, MISTAKE)), (consume, (C, rings, 1, MISTAKE)), (produce, (A, B, rings, MISTAKE))],
+            [4, 1],
+            [168, 24],
+        )
 
 
 def descriptor(t: torch.Tensor, *block: int) -> TensorDescriptor:
@@ -94,18 +106,19 @@ def whole_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed + sum(shape))).float()
 
 
-def multiplied(seed: int, mistake: str = "", dtype=torch.bfloat16, M=100, N=48, K=336) -> tuple:
-    """(product by the kernel, product), both fp32 [M, N]."""
+def multiplied(seed: int, mistake: str = "", dtype=torch.bfloat16, rows=ROWS, M=150, N=48, K=336) -> tuple:
+    """(product by the kernel, product), both fp32 [M, N]; tiles of `rows` rows, 64 a consumer."""
     x, w, out = whole_numbers(M, K).to(dtype), whole_numbers(N, K, seed=1).to(dtype), torch.full((M, N), float("nan"))
-    blocks = descriptor(x, ROWS, DEPTH), descriptor(w, COLUMNS, DEPTH), descriptor(out, ROWS, COLUMNS)
-    launch(multiply, (-(-M // ROWS), -(-N // COLUMNS)), *blocks, -(-K // DEPTH), STAGES, mistake, seed=seed)
+    blocks = descriptor(x, rows, DEPTH), descriptor(w, COLUMNS, DEPTH), descriptor(out, ROWS, COLUMNS)
+    launch(multiply, (-(-M // rows), -(-N // COLUMNS)), *blocks, -(-K // DEPTH), STAGES, mistake, seed=seed)
     return out, x.float() @ w.float().T
 
 
 @at_every_timing
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "e4m3"])
-def test_a_product_in_partitions(dtype, seed):
-    assert torch.equal(*multiplied(seed, dtype=dtype))
+@pytest.mark.parametrize("rows", [ROWS, 2 * ROWS], ids=["a consumer", "two consumers"])
+def test_a_product_in_partitions(rows, dtype, seed):
+    assert torch.equal(*multiplied(seed, dtype=dtype, rows=rows))
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------

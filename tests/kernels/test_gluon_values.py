@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from tests.gluon import EmulationError, UnknownName, launch
 
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-PLANE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0]))
+PLANE = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 SEVEN = gl.constexpr(7)
 
 
@@ -101,18 +101,20 @@ def blocks(X, OUT, PLACE, M: gl.constexpr, N: gl.constexpr):
     gl.store(PLACE + row, place)
     even, odd = gl.split(gl.reshape(x, [M, N // 2, 2]))
     once, twice = adder(even, odd)
-    gl.store(OUT + 2 * M + row, gl.sum(gl.join(once, twice).reshape([M, N]), 1))
+    sums = gl.sum(gl.join(once, twice).reshape([M, N]), 1)
+    gl.store(OUT + 2 * M + row, gl.convert_layout(sums, gl.SliceLayout(1, PLANE)))
     total = 0.0
     for n in range(N):
         total += gl.load(X + n)
-    gl.store(OUT + 3 * M, gl.sum(gl.permute(x, [1, 0]), 0).sum() if M == 1 else total)
+    gl.store(OUT + 3 * M, total)
+    gl.store(OUT + 3 * M + 1, gl.sum(gl.sum(gl.permute(x, [1, 0]), 0), 0))
 
 
 def test_blocks_are_reduced_split_and_joined():
     x, out, place = torch.arange(64.0).reshape(4, 16).flip(1) - 40, torch.zeros(4, 4), torch.zeros(4, dtype=torch.int32)
     run(blocks, x, out, place, 4, 16)
     assert torch.equal(out[0], x.sum(1)) and torch.equal(out[1], x.amax(1)) and torch.equal(out[2], 2 * x.sum(1))
-    assert out[3, 0] == x[0].sum() and place.tolist() == x.argmax(1).tolist()
+    assert out[3, 0] == x[0].sum() and out[3, 1] == x.sum() and place.tolist() == x.argmax(1).tolist()
 
 
 # What the test gives, and what nobody gives ---------------------------------------------------------------------------
