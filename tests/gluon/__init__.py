@@ -38,7 +38,7 @@ def launch(kernel, grid, *args, num_warps: int = 4, seed: int = 0, asm: dict | N
 
     Args:
         kernel: what `gluon.jit` made.
-        grid: numbers of programs.
+        grid: numbers of programs, or a function of the arguments by name.
         seed: when asynchronous operations take effect, and which partition runs (`timing`).
         asm: assembly string → function of torch tensors that gives what it gives, element by element. Tensors come in
             the dtypes of `dtypes.DATA`, broadcast to one shape, and go out in those of the results.
@@ -55,6 +55,7 @@ def launch(kernel, grid, *args, num_warps: int = 4, seed: int = 0, asm: dict | N
         raise EmulationError("clusters have no emulation")
     bound = function.signature.bind(*args, **kwargs)
     bound.apply_defaults()
+    grid = grid(dict(bound.arguments)) if callable(grid) else grid
     given = {p.name: _given(bound.arguments[p.name], p, memory) for p in kernel.params}
     for place, ids in enumerate(order(seed, list(product(*map(range, grid))))):
         ids, sizes = (*ids, 0, 0)[:3], (*grid, 1, 1)[:3]

@@ -45,7 +45,7 @@ class Accesses:
         for a in earlier:
             if (writes or a.writes) and not self._known(a) and a.view.overlaps(view):
                 raise EmulationError(f"{here.name}: {what} of {view} is not ordered after {self._said(a)}")
-        kept = [a for a in earlier if a.epoch is None or a.unfenced or not _replaces(made, a)]
+        kept = [a for a in earlier if a.epoch is None or not _replaces(made, a)]
         self.of[view.allocation] = [*kept, made]
         return made
 

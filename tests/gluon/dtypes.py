@@ -118,7 +118,7 @@ def cast(data: torch.Tensor, source, target) -> torch.Tensor:
     if target.is_int1():
         return data != 0
     if target.is_int():
-        return wrapped(data if source.is_int() else data.double().trunc().to(torch.int64), target)
+        return wrapped(data if source.is_int() else _truncated(data, target), target)
     if source.is_int():
         exact = data.double() + (2.0**64) * (data < 0) if source.name == "uint64" else data
         return exact.to(kind)
@@ -126,6 +126,14 @@ def cast(data: torch.Tensor, source, target) -> torch.Tensor:
         most = torch.finfo(kind).max
         return data.float().clamp(-most, most).to(kind)
     return data.float().to(kind) if source.is_fp8() else data.to(kind)
+
+
+def _truncated(data: torch.Tensor, target) -> torch.Tensor:
+    """Floats as int64, towards zero; the ends of the target's range beyond it, and 0 for NaN."""
+    signed = target.is_int_signed()
+    bits = target.primitive_bitwidth - signed
+    low, high = -(2.0**bits) if signed else 0.0, min(2.0**bits - 1, 2.0**63 - 1024)
+    return data.double().nan_to_num(0.0, high, low).trunc().clamp(low, high).to(torch.int64)
 
 
 def bitcast(data: torch.Tensor, source, target) -> torch.Tensor:

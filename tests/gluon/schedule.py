@@ -51,8 +51,10 @@ class Barrier:
         self.received += copy.bytes
         wrong = f"{self.name}: {self.received} bytes came in phase {self.phase}, and {self.expected} were expected"
         refuse(copy.bytes > 0 and self.received > self.expected, wrong)
-        self.missing -= copy.arrivals
-        self._advance()
+        if copy.arrivals:
+            self.arrive(copy.arrivals)
+        else:
+            self._advance()
 
     def _advance(self) -> None:
         if self.missing == 0 and self.received == self.expected:
@@ -89,10 +91,13 @@ class Partition:
 
     def finish(self) -> None:
         """Refuse to end with operations under way that read or write shared memory."""
-        for what, wait in (("products", "warpgroup_mma_wait"), ("stores", "tma.store_wait"), ("groups", "wait_group")):
-            left = getattr(self, what)
+        copies = [copy for group in (*self.groups, self.copies) for copy in group]
+        for left, what, wait in (
+            (self.products, "products", "warpgroup_mma_wait"),
+            (self.stores, "TMA stores", "tma.store_wait"),
+            (copies, "asynchronous copies", "async_copy.wait_group"),
+        ):
             refuse(bool(left), f"{self.name} ends with {len(left)} {what} under way: {wait} is missing")
-        refuse(bool(self.copies), f"{self.name} ends with {len(self.copies)} asynchronous copies under way")
 
 
 class Program:
@@ -101,6 +106,7 @@ class Program:
     def __init__(
         self, ids: tuple[int, ...], grid: tuple[int, ...], memory: Memory, timing: Timing, warps: int, asm: dict
     ):
+        """ids and grid: of three axes; asm: emulations of inline assembly."""
         self.ids, self.grid, self.memory, self.timing, self.asm = ids, grid, memory, timing, asm
         self.barriers: dict[tuple, Barrier] = {}
         self.accesses = Accesses(self)

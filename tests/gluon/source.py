@@ -99,7 +99,7 @@ class _Module:
     def __getattr__(self, name: str):
         full = f"{self._module.__name__}.{name}"
         if not hasattr(self._module, name):
-            raise UnknownName(f"{full} does not exist in Triton {triton.__version__}")
+            raise UnknownName(f"{full} does not exist (Triton {triton.__version__})")
         return self._translate(getattr(self._module, name), full)
 
 

@@ -132,7 +132,7 @@ REFUSED = {  # at every timing, with this message
     "too few bytes": r"full.*: \d+ bytes came in phase 0, and 6144 were expected",
     "a copy is missing": r"consume waits for full.0., phase 0 \(0 of 1 arrivals and 4096 of 12288 bytes missing",
     "accumulator read early": "an accumulator is used .* before warpgroup_mma_wait",
-    "no wait for the store": "consume ends with 1 stores under way: tma.store_wait",
+    "no wait for the store": "consume ends with 1 TMA stores under way: tma.store_wait",
     "deadlock": r"consume waits for full.0., phase 0 .*; produce waits for empty.0., phase 0 \(1 of 1 arrivals",
 }
 

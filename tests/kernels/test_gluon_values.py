@@ -64,12 +64,13 @@ def floats(X, HALF, CODES, BITS, OUT, N: gl.constexpr):
     gl.store(BITS + i, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
     gl.store(OUT + N + i, gl.maximum(x, 0.5) / 3)
     gl.store(OUT + 2 * N + i, gl.fma(x, x, -1.0))
+    gl.store(OUT + 3 * N + i, (x * 1e5).to(gl.int32).to(gl.float32))
 
 
 def test_floats_round_to_nearest_even_and_codes_saturate():
     x = torch.tensor([1.00390625, 1.01171875, -3.3, float("nan"), 1e6, -1e6, 464.0, 0.0])
     half, codes = torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8).to(torch.float8_e4m3fn)
-    bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(3, 8)
+    bits, out = torch.zeros(8, dtype=torch.int32), torch.zeros(4, 8)
     run(floats, x, half, codes, bits, out, 8)
     rounded = x.bfloat16()
     same = dict(rtol=0, atol=0, equal_nan=True)
@@ -77,7 +78,8 @@ def test_floats_round_to_nearest_even_and_codes_saturate():
     torch.testing.assert_close(codes.float(), x.clamp(-448, 448).to(torch.float8_e4m3fn).float(), **same)
     assert torch.equal(bits, x.view(torch.int32) & 0x7FFFFFFF)
     number = torch.maximum(x.nan_to_num(0.5), torch.tensor(0.5))  # the maximum of NaN and a number is the number
-    wanted = torch.stack([rounded.float() * 1.001, number / 3, (x.double() ** 2 - 1).float()])
+    whole = (x * 1e5).nan_to_num(0).double().trunc().clamp(-(2**31), 2**31 - 1).float()
+    wanted = torch.stack([rounded.float() * 1.001, number / 3, (x.double() ** 2 - 1).float(), whole])
     torch.testing.assert_close(out, wanted, **same)
 
 
