@@ -120,7 +120,9 @@ def mul(x, y):
 
 
 def _extreme(x, y, most: bool, nan) -> Tensor:
-    """A number is greater and smaller than NaN, unless NaN propagates."""
+    """A number is greater and smaller than NaN, unless NaN propagates. bf16 becomes fp32, and a number of the source
+    takes part in the choice of the dtype."""
+    x, y = (recast(t, tl.float32) if t.dtype == tl.bfloat16 else t for t in map(to_tensor, (x, y)))
     x, y = mixed(x, y)
     if x.dtype.is_floating():
         spread = torch.maximum if most else torch.minimum
@@ -167,15 +169,15 @@ div_rn = fdiv
 
 
 def fma(x, y, z):
-    x, y = mixed(x, y)
-    x, z = mixed(x, z)
+    x, y = mixed(to_tensor(x), to_tensor(y))
+    x, z = mixed(x, to_tensor(z))
     refuse(x.dtype != tl.float32, f"fma of {x.dtype} has no emulation")
     exact = x.data.double() * recast(y, x.dtype).data.double() + z.data.double()
     return Tensor(exact.float(), x.dtype, joint_layout(x, y, z))
 
 
 def umulhi(x, y):
-    x, y = mixed(x, y)
+    x, y = mixed(to_tensor(x), to_tensor(y))
     refuse(x.dtype.name not in ("int32", "uint32"), f"umulhi of {x.dtype} has no emulation")
     high = (x.data.to(torch.int64) & 0xFFFFFFFF) * (y.data.to(torch.int64) & 0xFFFFFFFF) >> 32
     return recast(Tensor(high & 0xFFFFFFFF, tl.uint32, joint_layout(x, y)), x.dtype)

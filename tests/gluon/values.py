@@ -86,7 +86,7 @@ class Tensor:
         return x
 
     def __neg__(self):
-        return binary("sub", 0, self) if self.dtype.is_int() else Tensor(-self.data, self.dtype, self.layout)
+        return binary("sub", Tensor(torch.zeros_like(self.data), self.dtype, self.layout), self)  # −0 becomes 0
 
     def __invert__(self):
         refuse(not self.dtype.is_int(), f"~ of {self.dtype}")

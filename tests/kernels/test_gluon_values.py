@@ -63,6 +63,10 @@ def floats(X, HALF, CODES, BITS, OUT, N: gl.constexpr):
     gl.store(CODES + i, x.to(gl.float8e4nv))
     gl.store(BITS + i, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
     gl.store(OUT + N + i, gl.maximum(x, 0.5) / 3)
+    gl.static_assert(gl.maximum(half, half).dtype == gl.float32)
+    gl.static_assert(gl.maximum(i.to(gl.int8), 1).dtype == gl.int32)
+    gl.static_assert((i.to(gl.int8) + 1).dtype == gl.int8)
+    gl.static_assert((half / 2).dtype == gl.float32)
     gl.store(OUT + 2 * N + i, gl.fma(x, x, -1.0))
     gl.store(OUT + 3 * N + i, (x * 1e5).to(gl.int32).to(gl.float32))
 
