@@ -10,6 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -176,3 +178,45 @@ def test_groups_of_copies(seed):
         run(rotated, x, out, 5, 2, True, 64, seed=seed)
     with pytest.raises(EmulationError, match="without fence_async_shared"):
         run(rotated, x, out, 5, 1, False, 64, seed=seed)
+
+
+# Operands in registers ------------------------------------------------------------------------------------------------
+
+NIBBLES = gl.constexpr("""
+and.b32 $0, $2, 0x0f0f0f0f;
+shr.b32 $1, $2, 4;
+and.b32 $1, $1, 0x0f0f0f0f;""")
+
+
+@gluon.jit
+def of_nibbles(CODES, X, OUT, K: gl.constexpr):
+    row, column = gl.arange(0, 64, gl.SliceLayout(1, PLANE)), gl.arange(0, K // 2, gl.SliceLayout(0, PLANE))
+    packed = gl.load(CODES + row[:, None] * (K // 2) + column[None, :])
+    low, high = gl.inline_asm_elementwise(NIBBLES, "=r,=r,r", [packed], (gl.uint8, gl.uint8), is_pure=True, pack=4)
+    codes = gl.reshape(gl.join(low, high), [64, K]).to(gl.float8e4nv, bitcast=True)
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32])
+    codes = gl.convert_layout(codes, gl.DotOperandLayout(0, PRODUCT, 4))
+    x = gl.allocate_shared_memory(gl.float8e4nv, [32, K], X.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, X.block_type.nbytes)
+    tma.async_copy_global_to_shared(X, [0, 0], full, x)
+    mbarrier.wait(full, 0)
+    twice = warpgroup_mma_init(gl.zeros([64, 32], gl.float32, PRODUCT))
+    twice = warpgroup_mma(codes, x.permute([1, 0]), twice, use_acc=False, is_async=True)
+    twice = warpgroup_mma(codes, x.permute([1, 0]), twice, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[twice])
+    row, column = gl.arange(0, 64, gl.SliceLayout(1, PRODUCT)), gl.arange(0, 32, gl.SliceLayout(0, PRODUCT))
+    gl.store(OUT + row[:, None] * 32 + column[None, :], acc)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_codes_of_four_bits_become_an_operand_in_registers(seed):
+    """The nibble n is the E4M3 code of n / 512."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (64, 32), dtype=torch.uint8, generator=generator)
+    x, out = torch.randint(-8, 9, (32, 64), generator=generator).to(torch.float8_e4m3fn), torch.zeros(64, 32)
+    box = TensorDescriptor.from_tensor(x, [32, 64], gl.NVMMASharedLayout(64, 8, 2))
+    launch(of_nibbles, (1,), codes, box, out, 64, seed=seed, asm={NIBBLES.value: lambda b: (b & 15, b >> 4)})
+    weights = torch.stack((codes & 15, codes >> 4), -1).reshape(64, 64).float() / 512
+    assert torch.equal(out, 2 * weights @ x.float().T)
