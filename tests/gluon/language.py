@@ -5,7 +5,6 @@ import functools
 
 import torch
 import triton.language as tl
-from triton.experimental.gluon.language import SliceLayout
 
 from tests.gluon.dtypes import from_bits, to_bits
 from tests.gluon.errors import UnknownName, refuse
@@ -90,9 +89,7 @@ def join(a, b):
 
 def split(a):
     refuse(a.shape[-1:] != [2], f"split of {a.shape}")
-    parent = a.layout
-    layout = SliceLayout(a.rank - 1, parent) if hasattr(parent, "warps_per_cta") else None
-    return builtins.tuple(Tensor(a.data[..., i], a.dtype, layout) for i in (0, 1))
+    return builtins.tuple(Tensor(a.data[..., i], a.dtype) for i in (0, 1))
 
 
 def broadcast(input, other):
