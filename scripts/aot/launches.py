@@ -22,7 +22,9 @@ from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.commit_rows import triton as commit_rows
 from dsv4.kernels.contracts import productions
 from dsv4.kernels.draft_sizes import triton as draft_sizes
+from dsv4.kernels.experts import hopper_launch
 from dsv4.kernels.experts.triton_combine import ExpertRows
+from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
 from dsv4.kernels.launch import GPU
@@ -101,6 +103,8 @@ def calls() -> Iterator[tuple[str, Callable]]:
     for ranks in RANKS:
         yield from exchanges(ranks)
     yield "products of FP8 activations", products_of_fp8
+    for tokens in (1, 300, 1000, 4096):  # tiles of each number of tokens
+        yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
 
 
 def products_of_fp8() -> None:
@@ -109,6 +113,15 @@ def products_of_fp8() -> None:
     w = productions()["linear"].drawn(FLASH, 0, "meta", form=FP8, rows=4096, columns=FLASH.hidden_size, tokens=1)[1]
     if triton_fp8.takes(held := hold("linear", w), x.device):
         triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
+
+
+def experts_of_codes(tokens: int) -> None:
+    """On a GPU that has them."""
+    sizes = dict(form=MXFP4, tokens=tokens, simulate=True)
+    x, indices, routing, w13, w2, limit, _ = productions()["experts"].drawn(FLASH, 0, "meta", **sizes)
+    routed = Routed(indices, routing, hold("experts", w13), hold("experts", w2))
+    if hopper_launch.unfit(x, routed) is None:
+        hopper_launch.multiply_codes(x, routed, limit)
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:
