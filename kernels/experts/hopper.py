@@ -55,9 +55,8 @@ def copy_weights(W, S, codes, scales, ready, row, apart, k, stage, group):
 @gluon.jit
 def copy_tokens(X, XS, tokens, factors, ready, row, k, stage):
     """Start copying the codes of x of stage number k of a tile, and their scales."""
-    T: gl.constexpr = tokens.shape[1]
     bar = ready.index(stage)
-    mbarrier.expect(bar, T * (BLOCK + 4))
+    mbarrier.expect(bar, tokens.shape[1] * BLOCK + factors.shape[2] * 4)
     tma.async_copy_global_to_shared(X, [row, k * BLOCK], bar, tokens.index(stage))
     tma.async_copy_global_to_shared(XS, [k, row], bar, factors.index(stage))
 
@@ -126,7 +125,7 @@ def products(i, top, other, memory, barriers, K: gl.constexpr, T: gl.constexpr, 
         mbarrier.wait(held.index(j % STAGES), j // STAGES & 1)
         a, b = halves(codes, scales, j % STAGES, j // GROUPS % RING, (k + 1) % GROUPS, top, other)
         mbarrier.wait(ready.index(j % STAGES), j // STAGES & 1)
-        factor = factors.index(stage).load(D)
+        factor = factors.index(stage).slice(0, T, dim=1).load(D)
         part, rest, _, _, _, _ = warpgroup_mma_wait(0, deps=[part, rest, old[0], old[1], old[2], old[3]])
         acc, more = acc + part * factor, more + rest * factor
         mbarrier.arrive(free.index(stage))
@@ -193,7 +192,7 @@ def gate(
     x of the next product."""
     OUT, SCALE, stride = out
     n = gl.arange(0, T, gl.SliceLayout(0, g.type.layout))
-    pair = gl.load(ORDER + first + n, mask=n < count, other=0)
+    pair = pairs(ORDER, first, n, count)
     # y is in x.dtype; h = clamped_swiglu(gate, up, limit).mul_(weights).to(x.dtype)
     h = swiglu(rounded(g, DTYPE), rounded(up, DTYPE), limit)
     h = rounded(h * gl.load(ROUTING + pair, mask=n < count, other=0.0)[None, :], DTYPE)
@@ -208,13 +207,23 @@ def gate(
 
 
 @gluon.jit
+def pairs(ORDER, first, n, count):
+    """Numbers of the pairs at places first + n; without an order a pair's number is its place. Nothing makes these
+    warps wait for earlier kernels but the tokens that they multiplied, so an L1 cache may be older."""
+    if ORDER is None:
+        pair = gl.where(n < count, first + n, 0)
+    else:
+        pair = gl.load(ORDER + first + n, mask=n < count, other=0, cache_modifier=".cg")
+    return pair
+
+
+@gluon.jit
 def put(y, first, count, ORDER, out, row, O: gl.constexpr, T: gl.constexpr):
     """Rows of the pairs of OUT [P, O]: columns row … row + 128."""
     OUT, SCALE, stride = out
     y = gl.convert_layout(gl.permute(narrow(y, OUT.dtype.element_ty), (1, 0)), HALVES)
     t, c = gl.arange(0, T, gl.SliceLayout(1, HALVES)), gl.arange(0, ROWS, gl.SliceLayout(0, HALVES))
-    # Nothing makes this warpgroup wait for earlier kernels but the tokens that it multiplied.
-    pair = gl.load(ORDER + first + t, mask=t < count, other=0, cache_modifier=".cg").to(gl.int64)
+    pair = pairs(ORDER, first, t, count).to(gl.int64)
     gl.store(OUT + (pair * O)[:, None] + (row + c)[None, :], y, mask=(t < count)[:, None])
 
 
@@ -227,7 +236,7 @@ def product(
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS, WORDS], W.layout)
     scales = gl.allocate_shared_memory(gl.int32, [2 * RING, ROWS, GROUPS], S.layout)
     tokens = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, T, BLOCK], X.layout)
-    factors = gl.allocate_shared_memory(gl.float32, [STAGES, 1, T], XS.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES, 1, XS.block_type.shape[1]], XS.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     held = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -15,6 +15,7 @@ from dsv4.kernels.linear.triton_weights import Held
 USED = False  # not timed on a GPU yet (`scripts/tune_experts.py`): `experts` takes other kernels
 TOKENS = (8, 16, 32, 64)  # of a tile, at most; more do not fit in registers
 STAGES = {8: 12, 16: 11, 32: 10, 64: 8}  # by tokens of a tile, as many as fit in shared memory
+ALIGNED = 32  # fp32 that a copy at least has, because each begins at a multiple of 128 bytes of shared memory
 TYPES = {torch.bfloat16: gl.bfloat16}
 
 
@@ -38,10 +39,10 @@ def tile_tokens(P: int, E: int) -> int:
 def multiply_codes(x: torch.Tensor, routed: Routed, limit: float) -> torch.Tensor:
     """Rows of the pairs [P, d] in x.dtype, as of `tile_experts` with `simulate`. Only if `unfit` finds no reason."""
     indices, routing, w13, w2 = routed
-    P, k, I, E = indices.numel(), indices.shape[1], w2.K, w13.stack
+    P, I, E = indices.numel(), w2.K, w13.stack
     T, out = tile_tokens(P, E), torch.empty(P, x.shape[1], dtype=x.dtype, device=x.device)
-    order, table, _ = sort_pairs(indices, E, T)
-    codes, scales, table = arrange(x, order, table, k, T)
+    order, table, _ = (None, None, None) if len(x) == 1 else sort_pairs(indices, E, T)
+    codes, scales, table = arrange(x, indices, order, table, T)
     inner = torch.empty(len(codes), I, dtype=torch.float8_e4m3fn, device=x.device)
     inner_scales = torch.empty(I // 128, len(codes), dtype=torch.float32, device=x.device)
     _product(codes, scales, w13, order, table, routing, inner.view(torch.uint8), inner_scales, limit, T, x.dtype)
@@ -53,7 +54,7 @@ def _product(
     x: torch.Tensor,
     scales: torch.Tensor,
     w: Held,
-    order: torch.Tensor,
+    order: torch.Tensor | None,
     table: torch.Tensor,
     routing: torch.Tensor | None,
     out: torch.Tensor,
@@ -68,7 +69,7 @@ def _product(
         _described(w.weight.view(torch.int32).view(rows, -1), [128, 16], gl.int32),
         _described(w.scale.view(torch.int32).view(rows, -1), [128, 4], gl.int32),
         _described(x, [T, 128], gl.float8e4nv),
-        _described(scales, [1, T], gl.float32),
+        _described(scales, [1, max(T, ALIGNED)], gl.float32),
         largest_scales(w),
         table,
         order,

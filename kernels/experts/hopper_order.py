@@ -41,45 +41,52 @@ def place_of(column: torch.Tensor) -> torch.Tensor:
 
 
 def arrange(
-    x: torch.Tensor, order: torch.Tensor, table: torch.Tensor, each: int, T: int
+    x: torch.Tensor, indices: torch.Tensor, order: torch.Tensor | None, table: torch.Tensor | None, T: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [N, K] and what `sort_pairs` gives for blocks of T → (codes float8_e4m3fn [rows, K], scales fp32 [K / 128,
-    rows], table int32 [1 + 4·BLOCKS]). `each` pairs share a row of x.
+    """x [N, K], experts int64 [N, k] and what `sort_pairs` gives for blocks of T → (codes float8_e4m3fn [rows, K],
+    scales fp32 [K / 128, rows], table int32 [1 + 4·BLOCKS]). Without an order and a table each pair is a block.
 
     A row of codes has its columns by `place_of`, and scales are those of `simulate_fp8_blocks`. The table has no blocks
     of no expert between others. Beside what `triton_order` says of it, it lists the first row of each block.
     """
-    K, blocks = x.shape[1], (table.numel() - 1) // 3
-    rows = rows_of(order.numel(), blocks)
+    K, P, each = x.shape[1], indices.numel(), indices.shape[1]
+    blocks = P if table is None else (table.numel() - 1) // 3
+    rows = rows_of(P, blocks)
     codes = torch.empty(rows, K, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(K // BLOCK, rows, dtype=torch.float32, device=x.device)
     listed = torch.empty(1 + 4 * blocks, dtype=torch.int32, device=x.device)
     height, early = min(HEIGHT, T), dependent_launch(x.device)
     columns = COLUMNS if K % COLUMNS == 0 else BLOCK
     _arrange[(1 + blocks * triton.cdiv(T, height), K // columns)](
-        x, x.stride(0), order, table, listed, codes.view(torch.uint8), scales, blocks, rows, each, K, T, height,
-        columns, CHUNK, early, num_warps=4, launch_pdl=early,
+        x, x.stride(0), indices, order, table, listed, codes.view(torch.uint8), scales, blocks, rows, each, K, T,
+        height, columns, CHUNK, early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
     return codes, scales, listed
 
 
 @triton.jit(do_not_specialize=["blocks", "rows"])
 def _arrange(
-    X, x_stride, ORDER, TABLE, LISTED, CODES, SCALES, blocks, rows, EACH: tl.constexpr, K: tl.constexpr,
+    X, x_stride, INDICES, ORDER, TABLE, LISTED, CODES, SCALES, blocks, rows, EACH: tl.constexpr, K: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    found = tl.load(TABLE)
+    found = blocks if TABLE is None else tl.load(TABLE)
     if tl.program_id(0) == 0:
         if tl.program_id(1) == 0:
-            _list(TABLE, LISTED, found, blocks, CHUNK)
+            _list(INDICES, TABLE, LISTED, found, blocks, CHUNK)
     else:
         tile = tl.program_id(0) - 1
         b, t = tile // (T // R), tile % (T // R) * R + tl.arange(0, R)
         if b < found:
-            first, count = tl.load(TABLE + 1 + blocks + b), tl.load(TABLE + 1 + 2 * blocks + b)  # 0 of no expert
+            if TABLE is None:
+                first, count = b, 1
+            else:
+                first, count = tl.load(TABLE + 1 + blocks + b), tl.load(TABLE + 1 + 2 * blocks + b)  # 0 of no expert
             if tile % (T // R) * R < count:
-                pair = tl.load(ORDER + first + t, mask=t < count, other=0).to(tl.int64)
+                if ORDER is None:
+                    pair = tl.where(t < count, first + t, 0).to(tl.int64)
+                else:
+                    pair = tl.load(ORDER + first + t, mask=t < count, other=0).to(tl.int64)
                 _quantise(
                     X + pair // EACH * x_stride, CODES, SCALES, _row(first, b) + t, t < count, rows, K, R, C
                 )  # fmt: skip
@@ -92,13 +99,17 @@ def _row(first, b):
 
 
 @triton.jit
-def _list(TABLE, LISTED, found, blocks, CHUNK: tl.constexpr):
+def _list(INDICES, TABLE, LISTED, found, blocks, CHUNK: tl.constexpr):
     total = 0
     for start in range(0, found, CHUNK):
         b = start + tl.arange(0, CHUNK)
-        e = tl.load(TABLE + 1 + b, mask=b < found, other=-1)
-        first = tl.load(TABLE + 1 + blocks + b, mask=b < found, other=0)
-        count = tl.load(TABLE + 1 + 2 * blocks + b, mask=b < found, other=0)
+        if TABLE is None:
+            e = tl.load(INDICES + b, mask=b < found, other=-1).to(tl.int32)
+            first, count = b, tl.full([CHUNK], 1, tl.int32)
+        else:
+            e = tl.load(TABLE + 1 + b, mask=b < found, other=-1)
+            first = tl.load(TABLE + 1 + blocks + b, mask=b < found, other=0)
+            count = tl.load(TABLE + 1 + 2 * blocks + b, mask=b < found, other=0)
         live = (e >= 0).to(tl.int32)
         at = LISTED + total + tl.cumsum(live, 0)
         tl.store(at, e, mask=e >= 0)

@@ -37,6 +37,8 @@ def largest_scales(w: Held) -> torch.Tensor | Unfit:
         return Unfit(f"{w.O} rows of {w.K} columns are not multiples of {ROWS} and {COLUMNS}")
     if w.weight.is_meta:
         return torch.empty(w.weight.shape[:2], dtype=torch.uint8, device="meta")
+    if w.weight.data_ptr() % 16 or w.scale.data_ptr() % 16:
+        return Unfit("the weight does not begin at a multiple of 16 bytes")
     key = w.weight.device, w.weight.data_ptr(), w.scale.data_ptr(), tuple(w.weight.shape)
     if key in _known and not _known[key][0].expired():
         return _known[key][1]
