@@ -23,9 +23,9 @@ BLOCK = gl.constexpr(128)  # columns of a stage, and of a scale of x
 WORDS = gl.constexpr(16)  # of the weight's codes in a row of a stage
 GROUPS = gl.constexpr(4)  # scales of the weight in a row of a stage, and stages whose scales are copied at once
 
-# [tokens, rows of a half]
-BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
-HALVES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+# [tokens, rows of a half] of results, as they are stored
+BYTE_ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
+BF16_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def copies(W, S, X, XS, TABLE, blocks, memory, barriers, O: gl.constexpr, K: gl.
     if AHEAD > 0:
         # Weights are no results. The table is complete: the kernel before this one has read it.
         if program < tiles:
-            e, first, count, place = block_of(TABLE, blocks, program // TILES)
+            e, first, count, x_row = block_of(TABLE, blocks, program // TILES)
             row = e * O + program % TILES * HEIGHT
             for k in gl.static_range(AHEAD):
                 copy_weights(W, S, codes, scales, held, row, APART, k, k, k // GROUPS)
@@ -87,7 +87,7 @@ def copies(W, S, X, XS, TABLE, blocks, memory, barriers, O: gl.constexpr, K: gl.
         gdc_wait()
     i = 0
     for tile in range(program, tiles, programs):
-        e, first, count, place = block_of(TABLE, blocks, tile // TILES)
+        e, first, count, x_row = block_of(TABLE, blocks, tile // TILES)
         row = e * O + tile % TILES * HEIGHT
         for k in range(K // BLOCK):
             stage = i % STAGES
@@ -95,7 +95,7 @@ def copies(W, S, X, XS, TABLE, blocks, memory, barriers, O: gl.constexpr, K: gl.
                 # As scales of four stages outlive their stage, their ring holds up to three stages more.
                 mbarrier.wait(free.index(stage), (i // STAGES + 1) & 1)
                 copy_weights(W, S, codes, scales, held, row, APART, k, stage, i // GROUPS % RING)
-            copy_tokens(X, XS, tokens, factors, ready, place, k, stage)
+            copy_tokens(X, XS, tokens, factors, ready, x_row, k, stage)
             i += 1
 
 
@@ -158,11 +158,11 @@ def results(
         for tile in range(program, tiles, programs):
             acc, more, i = products(i, top, other, memory, barriers, K, T, D, A)
             # What the next tile needs is loaded while results are stored.
-            e, first, count, place = block_of(TABLE, blocks, tile // TILES)
+            e, first, count, x_row = block_of(TABLE, blocks, tile // TILES)
             next_top, next_other = largest(TOP, TABLE, gl.minimum(tile + programs, tiles - 1), O, TILES, HEIGHT, APART)
             acc, more, row = restored(acc, top, D), restored(more, other, D), tile % TILES * HEIGHT
             if GATED:
-                gate(acc, more, first, count, place, ORDER, ROUTING, out, row, limit, O // 2, T, DTYPE)
+                gate(acc, more, first, count, x_row, ORDER, ROUTING, out, row, limit, O // 2, T, DTYPE)
             else:
                 put(acc, first, count, ORDER, out, row, O, T)
                 put(more, first, count, ORDER, out, row + ROWS, O, T)
@@ -186,7 +186,7 @@ def restored(y, top, D: gl.constexpr):
 
 @gluon.jit
 def gate(
-    g, up, first, count, place, ORDER, ROUTING, out, row, limit, I: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr
+    g, up, first, count, x_row, ORDER, ROUTING, out, row, limit, I: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr
 ):
     """routing weight · swiglu, rounded to E4M3 with a scale for the tile's 128 columns: codes by places and scales, as
     x of the next product."""
@@ -197,12 +197,12 @@ def gate(
     h = swiglu(rounded(g, DTYPE), rounded(up, DTYPE), limit)
     h = rounded(h * gl.load(ROUTING + pair, mask=n < count, other=0.0)[None, :], DTYPE)
     exponent = e4m3_exponent(gl.max(magnitude(h), 0))
-    gl.store(SCALE + row // BLOCK * stride + place + n, power_of_two(exponent), mask=n < count)
+    gl.store(SCALE + row // BLOCK * stride + x_row + n, power_of_two(exponent), mask=n < count)
     codes = (h * power_of_two(-exponent)[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
     codes = gl.permute(gl.reshape(gl.permute(codes, (1, 0)), [T, 4, 8, 4]), (0, 2, 1, 3))
-    codes = gl.convert_layout(gl.reshape(codes, [T, ROWS]), BYTES)
-    t, c = gl.arange(0, T, gl.SliceLayout(1, BYTES)), gl.arange(0, ROWS, gl.SliceLayout(0, BYTES))
-    at = OUT + (place + t).to(gl.int64)[:, None] * I
+    codes = gl.convert_layout(gl.reshape(codes, [T, ROWS]), BYTE_ROWS)
+    t, c = gl.arange(0, T, gl.SliceLayout(1, BYTE_ROWS)), gl.arange(0, ROWS, gl.SliceLayout(0, BYTE_ROWS))
+    at = OUT + (x_row + t).to(gl.int64)[:, None] * I
     gl.store(at + (row + c)[None, :], codes, mask=(t < count)[:, None])
 
 
@@ -221,17 +221,29 @@ def pairs(ORDER, first, n, count):
 def put(y, first, count, ORDER, out, row, O: gl.constexpr, T: gl.constexpr):
     """Rows of the pairs of OUT [P, O]: columns row … row + 128."""
     OUT, SCALE, stride = out
-    y = gl.convert_layout(gl.permute(narrow(y, OUT.dtype.element_ty), (1, 0)), HALVES)
-    t, c = gl.arange(0, T, gl.SliceLayout(1, HALVES)), gl.arange(0, ROWS, gl.SliceLayout(0, HALVES))
+    y = gl.convert_layout(gl.permute(narrow(y, OUT.dtype.element_ty), (1, 0)), BF16_ROWS)
+    t, c = gl.arange(0, T, gl.SliceLayout(1, BF16_ROWS)), gl.arange(0, ROWS, gl.SliceLayout(0, BF16_ROWS))
     pair = pairs(ORDER, first, t, count).to(gl.int64)
     gl.store(OUT + (pair * O)[:, None] + (row + c)[None, :], y, mask=(t < count)[:, None])
 
 
-@gluon.jit(do_not_specialize=["blocks"])
+@gluon.jit(do_not_specialize=["blocks", "stride"])
 def product(
     W, S, X, XS, TOP, TABLE, ORDER, ROUTING, OUT, SCALE, blocks, stride, limit, O: gl.constexpr, K: gl.constexpr,
     T: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
+    """Products of experts' matrices [O, K] with their tokens, of which programs take tiles in turn.
+
+    W, S: all matrices, words of codes int32 [E·O, K / 8] and words of scales int32 [E·O, K / 128], 128 rows a copy.
+    X, XS, TABLE: codes, scales and table of `hopper_order.arrange`, T rows a copy. TOP uint8 [E, O]: see
+    `largest_scales`. ORDER: see `triton_order`; None: pairs are in order.
+
+    GATED: rows are those of gates, then of ups. OUT uint8 [rows of X, O / 2] and SCALE fp32 [O / 256, `stride`] are x
+    of the next product: routing weight · SwiGLU, after roundings to DTYPE, in E4M3. ROUTING fp32 [P]. Otherwise OUT is
+    [P, O], a row a pair, in its dtype.
+
+    The kernel after the gated one may start early, and copies weights while this one ends.
+    """
     RING: gl.constexpr = (STAGES + 2 * GROUPS - 2) // GROUPS
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS, WORDS], W.layout)
     scales = gl.allocate_shared_memory(gl.int32, [2 * RING, ROWS, GROUPS], S.layout)

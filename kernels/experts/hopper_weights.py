@@ -27,7 +27,8 @@ def largest_scales(w: Held) -> torch.Tensor | Unfit:
     """uint8 [E, O]: byte of the largest scale of each row, of groups that are not all zeros; or why there is none.
 
     Scales of a row become part of its codes, relative to the largest one. E4M3 holds E2M1 codes exactly over 14
-    exponents. The weight is read once, when it is first asked for, and must not be written to later.
+    exponents. The weight is read once, when it is first asked for, and must not be written to later. The bytes are kept
+    as long as the weight, one a row.
     """
     if w.format != "mxfp4":
         return Unfit(f"the weight is in {w.format}")
