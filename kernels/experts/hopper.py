@@ -118,6 +118,7 @@ def products(i, top, other, memory, barriers, K: gl.constexpr, T: gl.constexpr, 
         left, right = operand(a[0], a[1], A), operand(b[0], b[1], A)
         part = warpgroup_mma(left, x, zeros, use_acc=False, is_async=True)
         rest = warpgroup_mma(right, x, zeros, use_acc=False, is_async=True)
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=k > 0)
         # Codes of the next stage are made meanwhile; after the last stage that one's again, so that nothing is waited
         # for. The old ones are named in the wait: their registers are read until then.
         old, i = (a[0], a[1], b[0], b[1]), i + 1
@@ -128,7 +129,7 @@ def products(i, top, other, memory, barriers, K: gl.constexpr, T: gl.constexpr, 
         factor = factors.index(stage).slice(0, T, dim=1).load(D)
         part, rest, _, _, _, _ = warpgroup_mma_wait(0, deps=[part, rest, old[0], old[1], old[2], old[3]])
         acc, more = acc + part * factor, more + rest * factor
-        mbarrier.arrive(free.index(stage))
+    mbarrier.arrive(free.index(last % STAGES))
     return acc, more, i
 
 
