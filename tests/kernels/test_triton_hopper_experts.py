@@ -17,7 +17,7 @@ from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_mxfp4
 from dsv4.kernels.quantize.formats import decode_e2m1
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
-from tests.gluon import SEEDS, OnCPU, launch
+from tests.gluon import SEEDS, EmulationError, OnCPU, launch
 from tests.kernels.products import CUDA, DEVICE, needs_gpu, poison, randn  # noqa: F401
 from tests.kernels.ptx import U32, run
 
@@ -180,6 +180,16 @@ def test_any_number_of_stages_will_do(emulated, stages):
     emulated(2, stages)
     x, given = randn(9, D).bfloat16(), (*choices(9, 2, 3), *weights(3))
     assert_close(multiply_codes(x, held(*given), LIMIT), each_pair(x, *given))
+
+
+@pytest.mark.skipif(CUDA, reason="emulated")
+def test_copies_to_shared_memory_begin_at_multiples_of_128_bytes(emulated, monkeypatch):
+    """The emulator refuses scales of 8 tokens a stage, side by side."""
+    emulated()
+    monkeypatch.setattr(hopper_launch, "ALIGNED", 8)
+    given = held(*choices(2, 1, 2), *weights(2))
+    with pytest.raises(EmulationError, match="factors.*no multiple of 128"):
+        multiply_codes(randn(2, D).bfloat16(), given, LIMIT)
 
 
 def test_longer_sums(emulated):
