@@ -8,6 +8,7 @@ analysed before their callers, the key is always the same.
 
 import sys
 
+from triton import knobs
 from triton.language import core, standard
 from triton.runtime.jit import JITCallable
 
@@ -16,8 +17,11 @@ def settle(package: str = "dsv4.kernels", backwards: bool = False) -> list[str]:
     """Analyse every Triton function of the imported modules of `package`, callees first; call it before the first
     launch.
 
-    Returns "module.name key" of each, sorted. backwards: in the opposite order, which must change nothing.
+    Returns "module.name key" of each, sorted. backwards: in the opposite order, which must change nothing. Nothing is
+    compiled while kernels are interpreted: then there are no keys.
     """
+    if knobs.runtime.interpret:
+        return []
     found = [
         f
         for name, module in sorted(sys.modules.items())

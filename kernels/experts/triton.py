@@ -3,6 +3,9 @@
 With few tokens, in all (TOKENS at most) or per expert (MEAN), reading the weights takes the time. They are streamed
 once for all tokens of an expert (`triton_decode`): sort, gate and up projection with SwiGLU, down projection, sum; one
 token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
+
+In official numerics Hopper can multiply the codes themselves (`hopper_launch`), for any number of tokens. It does where
+`hopper_launch.USED` is set.
 """
 
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 
 from dsv4.kernels.errors import UnsupportedInput
-from dsv4.kernels.experts import reference
+from dsv4.kernels.experts import hopper_launch, reference
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.experts.triton_prefill import tile_experts, tile_shared
 from dsv4.kernels.experts.triton_stream import Routed, Shared, stream_experts
@@ -82,14 +85,17 @@ def _mixture(
     beside = _shared(name, x, shared, simulate_shared)
     if not N:
         return torch.empty(0, d, dtype=dtype or torch.float32, device=x.device)
-    few = pairs is not None and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
+    coded = pairs is not None and simulate and hopper_launch.USED and hopper_launch.unfit(x, pairs) is None
+    few = pairs is not None and not coded and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= (BESIDE if streams else TOKENS)
     y = ys = None
     if streams or fused:
         given = pairs if streams else None, beside if fused else None
         y, ys = stream_experts(x, *given, limit, simulate, simulate_shared)
-    if pairs is not None and not streams:
+    if coded:
+        y = hopper_launch.multiply_codes(x, pairs, limit)
+    elif pairs is not None and not streams:
         y = tile_experts(name, x, pairs, limit, simulate)
     if shared is not None and not fused:
         ys = tile_shared(name, x, shared, limit, simulate_shared)

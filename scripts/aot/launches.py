@@ -24,7 +24,9 @@ from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.commit_rows import triton as commit_rows
 from dsv4.kernels.contracts import productions
 from dsv4.kernels.draft_sizes import triton as draft_sizes
+from dsv4.kernels.experts import hopper_launch
 from dsv4.kernels.experts.triton_combine import ExpertRows
+from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
 from dsv4.kernels.launch import GPU
@@ -105,6 +107,8 @@ def calls() -> Iterator[tuple[str, Callable]]:
     yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
     yield "attention of many queries", attention_of_many
+    for tokens in (1, 300, 1000, 4096):  # tiles of each number of tokens
+        yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
 
 
 def products_of_fp8() -> None:
@@ -138,6 +142,15 @@ def sums_of_experts() -> Iterator[tuple[str, Callable]]:
         drawn = productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=N)
         later = Unsummed(ExpertRows(rows, indices, shared), torch.bfloat16, None)
         yield f"merged experts, {N} tokens", partial(mhc_post_pre_norm, later, *drawn[1:])
+
+
+def experts_of_codes(tokens: int) -> None:
+    """On a GPU that has them."""
+    sizes = dict(form=MXFP4, tokens=tokens, simulate=True)
+    x, indices, routing, w13, w2, limit, _ = productions()["experts"].drawn(FLASH, 0, "meta", **sizes)
+    routed = Routed(indices, routing, hold("experts", w13), hold("experts", w2))
+    if hopper_launch.unfit(x, routed) is None:
+        hopper_launch.multiply_codes(x, routed, limit)
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:

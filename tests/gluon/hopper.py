@@ -244,6 +244,9 @@ def _require_block(descriptor: Descriptor, block: Shared) -> None:
     refuse(not isinstance(descriptor, Descriptor), f"{descriptor!r} is no TensorDescriptor")
     refuse(block.shape != descriptor.block_shape, f"TMA of {descriptor.block_shape} and {block} of {block.shape}")
     refuse(block.dtype != descriptor.dtype, f"TMA of {descriptor.dtype} and {block} of {block.dtype}")
+    # a swizzle is that of addresses, over 8 rows
+    step, at = max(128, 8 * block.layout.swizzle_byte_width), block.bits.storage_offset() * block.bits.element_size()
+    refuse(at % step != 0, f"TMA and {block}, at {at} bytes of its memory, which is no multiple of {step}")
 
 
 def _require_product(a, b, acc) -> None:

@@ -34,12 +34,13 @@ def halves(function, *registers):
 
 def permute(a, b, selector):
     """prmt.b32: byte i of the result is byte (selector nibble i) of a and b, or its sign eight times."""
-    source = [(r >> U32(8 * i)) & U32(0xFF) for r in (a, b) for i in range(4)]
+    a, b, selector = np.broadcast_arrays(a, b, selector)
+    source = np.stack([(r >> U32(8 * i)) & U32(0xFF) for r in (a, b) for i in range(4)])
     out = U32(0)
     for i in range(4):
-        nibble = (selector >> (4 * i)) & 15
-        byte = source[nibble & 7]
-        out = out | (((byte >> U32(7)) * U32(0xFF) if nibble & 8 else byte) << U32(8 * i))
+        nibble = (selector >> U32(4 * i)) & U32(15)
+        byte = np.take_along_axis(source, (nibble & U32(7)).astype(np.int64)[None], 0)[0]
+        out = out | (np.where(nibble & U32(8), (byte >> U32(7)) * U32(0xFF), byte) << U32(8 * i))
     return out
 
 
@@ -61,7 +62,7 @@ OPERATIONS = {
     "shr.b32": lambda a, b: a >> b,
     "add.u32": lambda a, b: a + b,
     "sub.u32": lambda a, b: a - b,
-    "prmt.b32": lambda a, b, c: permute(a, b, int(c)),
+    "prmt.b32": permute,
     "lop3.b32": lambda a, b, c, d: table(a, b, c, int(d)),
     "fma.rn.bf16x2": lambda a, b, c: halves(lambda x, y, z: x * y + z, a, b, c),
     "min.NaN.bf16x2": lambda a, b: halves(np.minimum, a, b),

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
-from scripts import tune_attention, tune_fp8, tune_prefill, tune_termination
+from scripts import tune_attention, tune_experts, tune_fp8, tune_prefill, tune_termination
+
+SCRIPTS = tune_attention, tune_experts, tune_fp8, tune_prefill, tune_termination
 
 
 def test_both_forms_of_attention_to_a_small_memory_are_tried():
@@ -16,7 +18,7 @@ def test_both_forms_of_attention_to_a_small_memory_are_tried():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", [tune_attention, tune_fp8, tune_prefill, tune_termination], ids=lambda s: s.__name__)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.__name__)
 def test_without_a_gpu_it_is_one_line(script, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["script"])
     assert script.main() == 2

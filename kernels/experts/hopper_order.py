@@ -1,0 +1,138 @@
+"""What the products of `hopper` read of their tokens: E4M3 codes row by row in the order of experts, and their scales.
+
+Rows of a block lie side by side. Blocks begin at multiples of four rows, because copies of scales begin at multiples of
+16 bytes; rows between them hold anything.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.kernels.launch import dependent_launch
+from dsv4.kernels.linear.triton_words import begin
+from dsv4.kernels.quantize.triton_codes import (
+    INTERPRETED,
+    e4m3_exponent,
+    encode_e4m3,
+    magnitude,
+    power_of_two,
+    widen,
+)
+
+BLOCK = 128  # columns of a scale
+APART = 4  # rows between the first rows of two blocks are a multiple of it
+COLUMNS, HEIGHT = 512, 8  # columns and rows of a program that quantises, at most
+CHUNK = 1024  # blocks that are listed at once
+
+
+def rows_of(P: int, blocks: int) -> int:
+    """Rows that P pairs in so many blocks need."""
+    return (P + APART * blocks + APART - 1) // APART * APART
+
+
+def place_of(column: torch.Tensor) -> torch.Tensor:
+    """Places of columns 0 … 127 of a block of 128.
+
+    An instruction multiplies 32 columns. Thread q of four has columns 4q … 4q + 3 and 16 + 4q … of each; it reads
+    columns 32q … 32q + 31 of the weight, which are 16 bytes, and uses 8 of them in each of four instructions.
+    """
+    group, eight, half, i = column >> 5, column >> 3 & 3, column >> 2 & 1, column & 3
+    return 32 * eight + 16 * half + 4 * group + i
+
+
+def arrange(
+    x: torch.Tensor, indices: torch.Tensor, order: torch.Tensor | None, table: torch.Tensor | None, T: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [N, K], experts int64 [N, k] and what `sort_pairs` gives for blocks of T → (codes float8_e4m3fn [rows, K],
+    scales fp32 [K / 128, rows], table int32 [1 + 4·BLOCKS]). Without an order and a table each pair is a block.
+
+    A row of codes has its columns by `place_of`, and scales are those of `simulate_fp8_blocks`. The table has no blocks
+    of no expert between others. Beside what `triton_order` says of it, it lists the first row of each block.
+    """
+    K, P, each = x.shape[1], indices.numel(), indices.shape[1]
+    blocks = P if table is None else (table.numel() - 1) // 3
+    rows = rows_of(P, blocks)
+    codes = torch.empty(rows, K, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(K // BLOCK, rows, dtype=torch.float32, device=x.device)
+    listed = torch.empty(1 + 4 * blocks, dtype=torch.int32, device=x.device)
+    height, early = min(HEIGHT, T), dependent_launch(x.device)
+    columns = COLUMNS if K % COLUMNS == 0 else BLOCK
+    _arrange[(1 + blocks * triton.cdiv(T, height), K // columns)](
+        x, x.stride(0), indices, order, table, listed, codes.view(torch.uint8), scales, blocks, rows, each, K, T,
+        height, columns, CHUNK, early, num_warps=4, launch_pdl=early,
+    )  # fmt: skip
+    return codes, scales, listed
+
+
+@triton.jit(do_not_specialize=["blocks", "rows"])
+def _arrange(
+    X, x_stride, INDICES, ORDER, TABLE, LISTED, CODES, SCALES, blocks, rows, EACH: tl.constexpr, K: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    begin(EARLY)
+    found = blocks if TABLE is None else tl.load(TABLE)
+    if tl.program_id(0) == 0:
+        if tl.program_id(1) == 0:
+            _list(INDICES, TABLE, LISTED, found, blocks, CHUNK)
+    else:
+        tile = tl.program_id(0) - 1
+        b, t = tile // (T // R), tile % (T // R) * R + tl.arange(0, R)
+        if b < found:
+            if TABLE is None:
+                first, count = b, 1
+            else:
+                first, count = tl.load(TABLE + 1 + blocks + b), tl.load(TABLE + 1 + 2 * blocks + b)  # 0 of no expert
+            if tile % (T // R) * R < count:
+                if ORDER is None:
+                    pair = tl.where(t < count, first + t, 0).to(tl.int64)
+                else:
+                    pair = tl.load(ORDER + first + t, mask=t < count, other=0).to(tl.int64)
+                _quantise(
+                    X + pair // EACH * x_stride, CODES, SCALES, _row(first, b) + t, t < count, rows, K, R, C
+                )  # fmt: skip
+
+
+@triton.jit
+def _row(first, b):
+    """First row of block b, whose pairs begin at place `first`."""
+    return (first + 3) // 4 * 4 + 4 * b
+
+
+@triton.jit
+def _list(INDICES, TABLE, LISTED, found, blocks, CHUNK: tl.constexpr):
+    total = 0
+    for start in range(0, found, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        if TABLE is None:
+            e = tl.load(INDICES + b, mask=b < found, other=-1).to(tl.int32)
+            first, count = b, tl.full([CHUNK], 1, tl.int32)
+        else:
+            e = tl.load(TABLE + 1 + b, mask=b < found, other=-1)
+            first = tl.load(TABLE + 1 + blocks + b, mask=b < found, other=0)
+            count = tl.load(TABLE + 1 + 2 * blocks + b, mask=b < found, other=0)
+        live = (e >= 0).to(tl.int32)
+        at = LISTED + total + tl.cumsum(live, 0)
+        tl.store(at, e, mask=e >= 0)
+        tl.store(at + blocks, first, mask=e >= 0)
+        tl.store(at + 2 * blocks, count, mask=e >= 0)
+        tl.store(at + 3 * blocks, _row(first, b), mask=e >= 0)
+        total += tl.sum(live, 0)
+    tl.store(LISTED, total)
+
+
+@triton.jit
+def _quantise(X, CODES, SCALES, row, live, rows, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """C columns of the rows X [R] points to."""
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    x = widen(tl.load(X[:, None] + c[None, :], mask=live[:, None], other=0.0))
+    x = tl.reshape(x, [R, C // 128, 128])
+    exponent = e4m3_exponent(tl.max(magnitude(x), 2))
+    x *= power_of_two(-exponent)[:, :, None]
+    if INTERPRETED:
+        codes = encode_e4m3(x).to(tl.uint8)
+    else:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    codes = tl.permute(tl.reshape(codes, [R, C // 128, 4, 8, 4]), (0, 1, 3, 2, 4))
+    tl.store(CODES + row.to(tl.int64)[:, None] * K + c[None, :], tl.reshape(codes, [R, C]), mask=live[:, None])
+    block = tl.program_id(1) * (C // 128) + tl.arange(0, C // 128)
+    tl.store(SCALES + block[None, :] * rows + row[:, None], power_of_two(exponent), mask=live[:, None])
