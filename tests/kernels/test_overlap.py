@@ -31,6 +31,9 @@ def jit_functions() -> dict[str, ast.FunctionDef]:
 
 
 def called(node: ast.Call) -> str:
+    """The name of what is called; a wait for a barrier in shared memory is none for another kernel."""
+    if ast.unparse(node.func) == "mbarrier.wait":
+        return "mbarrier.wait"
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
