@@ -8,18 +8,27 @@ import triton.language as tl
 from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_weights import Held
-from dsv4.kernels.linear.triton_words import launch_dependents
+from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents
 from dsv4.kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # formats by number, as a kernel's constant takes them in a tuple
 TOKENS = 16  # more tokens need more products than fit in the time of reading the weight
 SLOTS = 6  # weights of a launch
+# Bytes of weights that programs which run at once may ask for before they wait for earlier kernels, in all: they come
+# to the L2 cache while those end. 0: not before it is timed on a GPU (`scripts/tune_prefetch.py`).
+TO_L2 = 0
+RESIDENT = 10  # programs on a multiprocessor, at most
 AHEAD = 2  # steps of a weight that are fetched before the wait for earlier kernels, at most two
 
 
 def early(device: torch.device) -> int:
     """The EARLY of `skinny`: 1 + the steps of a weight that are issued before a kernel waits for earlier ones."""
     return 1 + AHEAD if dependent_launch(device) else 0
+
+
+def to_l2(programs: int, device: torch.device) -> int:
+    """Bytes that each of so many programs may ask for, see `bring_to_l2`."""
+    return TO_L2 // min(programs, RESIDENT * processors(device)) if dependent_launch(device) else 0
 
 
 def apart(h: Held, fp32: bool, tokens: int) -> bool:
@@ -113,6 +122,7 @@ def stream(
         N <= 2,
         N > TOKENS,
         ahead,
+        to_l2(first, x.device),
         num_warps=ks,
         num_stages=1,
         launch_pdl=ahead > 0,
@@ -149,6 +159,7 @@ def _kind(
     FEW: tl.constexpr,
     GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
@@ -164,6 +175,8 @@ def _kind(
             glob = tl.where(pid >= STARTS[i], G[i], glob)
     first = (pid - start) * (8 * RH)
     launch_dependents(EARLY)
+    ROW_BYTES: tl.constexpr = K * (32 if NUMBER == 0 else 16 if NUMBER == 1 else 8 if NUMBER == 2 else 4) // 8
+    bring_to_l2(w, first, rows, 8 * RH, ROW_BYTES, MOST)
     if GROUPED:
         before = tl.program_id(0).to(tl.int64) * (8 * NH)
         X, y, N = X + before * x_stride, y + before * rows, N - before.to(tl.int32)
@@ -243,6 +256,7 @@ def _streamed(
     FEW: tl.constexpr,
     GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight,
     first and last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight.
@@ -280,4 +294,5 @@ def _streamed(
                 FEW,
                 GROUPED,
                 EARLY,
+                MOST,
             )
