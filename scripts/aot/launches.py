@@ -25,6 +25,7 @@ from dsv4.kernels.commit_rows import triton as commit_rows
 from dsv4.kernels.contracts import productions
 from dsv4.kernels.draft_sizes import triton as draft_sizes
 from dsv4.kernels.experts import hopper_launch
+from dsv4.kernels.experts import triton as experts
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.fusions import COMPOSITIONS
@@ -131,6 +132,7 @@ def early_weights(tokens: int) -> None:
     with patch.object(triton_streams, "TO_L2", 24 << 20):
         linear.linear(torch.empty(tokens, d, dtype=torch.bfloat16, device="meta"), w, True)
         linear.grouped_linear(torch.empty(tokens, groups, d, dtype=torch.bfloat16, device="meta"), w)
+        experts.moe(*productions()["moe"].drawn(FLASH, 0, "meta", form=MXFP4, tokens=tokens))
 
 
 def attention_of_many() -> None:
