@@ -278,7 +278,7 @@ class LightningIndexer(Module):
         if self.shares(step):
             return self._shared(*self.scored(x, qr, step, cache))
         if "select_entries" in self.op.fused:
-            return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk)
+            return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk, self.simulate_index)
         return self.op.topk_entries(self.scores(x, qr, step, cache), self.topk)
 
     def shares(self, step: Step) -> bool:
@@ -289,7 +289,8 @@ class LightningIndexer(Module):
         """As `forward`, of what `scored` gives: this rank selects for its part of the tokens."""
         part = self.ranks.slots(q.shape[1])
         mine = slice(part.start, part.stop)
-        own = composed(self.op, "select_entries")(q[:, mine], weights[:, mine], keys, visible[:, mine], self.topk)
+        given = q[:, mine], weights[:, mine], keys, visible[:, mine], self.topk, self.simulate_index
+        own = composed(self.op, "select_entries")(*given)
         by_token = self.ranks.stacked(own.transpose(0, 1).to(torch.int32), q.shape[1])
         return by_token.transpose(0, 1).long().contiguous()
 

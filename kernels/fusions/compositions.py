@@ -111,8 +111,12 @@ def finish_entries(op, entries: torch.Tensor, cis: torch.Tensor, simulate: str |
     return op.simulate_fp4_blocks(op.hadamard(entries), INDEX_KEY_BLOCK) if simulate == "key" else entries
 
 
-def select_entries(op, q, weights, keys, visible, k: int) -> torch.Tensor:
-    """The k best entries of each query by index score: `topk_entries` of `index_scores`, int64 [B, T, min(k, n)]."""
+def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False) -> torch.Tensor:
+    """The k best entries of each query by index score: `topk_entries` of `index_scores`, int64 [B, T, min(k, n)].
+
+    rounded: the caller knows that q, and keys that are not packed, were rounded by `simulate_fp4_blocks` (a hint that
+    may be ignored).
+    """
     return op.topk_entries(op.index_scores(q, weights, keys, visible), k)
 
 

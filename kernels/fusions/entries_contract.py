@@ -19,6 +19,7 @@ from dsv4.kernels.indexer.contract import (
     score_inputs,
     score_sizes,
 )
+from dsv4.kernels.quantize.reference import simulate_fp4_blocks
 
 OVERLAP = {4: 2, 128: 1}  # pieces of a compressor's row, by ratio
 GAPS = dict.fromkeys((None, *KEY_FORMATS), 1e-5) | {RowFormat.INDEX_FP8: 2e-4}  # FP8 tensor cores keep 14 bits
@@ -179,7 +180,7 @@ POOL_ENTRIES = Contract(
 # ---- scores and selection ---------------------------------------------------------------------
 
 
-def exact_selection(q, weights, keys, visible, k: int) -> torch.Tensor:
+def exact_selection(q, weights, keys, visible, k: int, rounded: bool = False) -> torch.Tensor:
     """The k best by fp64 scores."""
     return exact_entries(exact_scores(q, weights, keys, visible), k)
 
@@ -221,7 +222,7 @@ def _select_case(family, form, B, T, n, w, draw) -> Case:
     kind = kind_of(form)
     exempt = {"lower precision": "the same entries may still be the best"}
     label = f"{B} rows of {T} tokens, {n} entries, {kind}"
-    return Case(label, family, (q, weights, keys, visible, k), {"keys": unseen(keys, visible.amax(1))}, exempt)
+    return Case(label, family, (q, weights, keys, visible, k, False), {"keys": unseen(keys, visible.amax(1))}, exempt)
 
 
 def _close(scores, k: int, gap: float) -> torch.Tensor:
@@ -233,7 +234,7 @@ def _close(scores, k: int, gap: float) -> torch.Tensor:
     return (best[..., -2] - best[..., -1] < gap * size) & best[..., -1].isfinite()
 
 
-def select_work(q, weights, keys, visible, k) -> Work:
+def select_work(q, weights, keys, visible, k, rounded) -> Work:
     """As the scores, which need not leave the kernel, and k indices a query."""
     B, T, H, D = q.shape
     row = keys.layout.row if isinstance(keys, PackedRows) else D * keys.element_size()
@@ -245,8 +246,12 @@ def select_work(q, weights, keys, visible, k) -> Work:
 
 
 def select_inputs(w, draw, k, **sizes) -> tuple:
-    """As of the scores."""
-    return *score_inputs(w, draw, **sizes), k
+    """As of the scores; queries of prompts with FP4 keys are rounded as the keys."""
+    q, *others = score_inputs(w, draw, **sizes)
+    rounded = sizes["keys"] == "fp4" and sizes.get("prompt", False)
+    if rounded:  # a part at a time, whose temporary tensors are small
+        q = torch.cat([simulate_fp4_blocks(part) for part in q.split(4096, 1)], 1)
+    return q, *others, k, rounded
 
 
 def select_sizes(w) -> dict:
@@ -262,7 +267,11 @@ def select_sizes(w) -> dict:
 SELECT = Contract(
     "select_entries",
     "The k best entries of each query by index score.",
-    (*SCORES.arguments, Argument("k", None, "int64", "entries to select")),
+    (
+        *SCORES.arguments,
+        Argument("k", None, "int64", "entries to select"),
+        Argument("rounded", None, "bool", "queries and plain keys are rounded to FP4 in blocks of 32", hint=True),
+    ),
     (
         Output(
             *("entries", ("batch", "tokens", "topk"), "int64", "entry numbers, −1 where there are fewer"),

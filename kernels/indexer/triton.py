@@ -5,12 +5,16 @@ import triton
 
 from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer import triton_fp8
 from dsv4.kernels.indexer.triton_choose import choose, choose_visible, plan
 from dsv4.kernels.indexer.triton_scores import check, entries, launch_scores, maxima_layout
 from dsv4.kernels.launch import processors, require_device
 
 SCRATCH_BYTES = 48 << 20  # of scores: about what the L2 cache of an H100 holds
 ALIGNED = 64  # entries to which a row of scores is padded
+# queries from which rounded ones are scored as codes; None: never, until it is timed (`scripts/tune_index.py`)
+CODES: int | None = None
+CODES_SCRATCH_BYTES = 96 << 20  # of their scores
 
 
 def index_scores(
@@ -51,13 +55,20 @@ def topk_entries(scores: torch.Tensor, k: int, visible: torch.Tensor | None = No
 
 
 def select_entries(
-    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor | PackedRows, visible: torch.Tensor, k: int
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor | PackedRows,
+    visible: torch.Tensor,
+    k: int,
+    rounded: bool = False,
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
-    result is every visible entry, and −1 for the others. At most 48 MiB of scores exist at a time, or those of one
-    query if these are more.
+    result is every visible entry, and −1 for the others. At most 48 MiB of scores (96 of codes) exist at a time, or
+    those of one query if these are more.
 
-    q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T].
+    q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T]. rounded: q,
+    and keys that are not packed, were rounded by `simulate_fp4_blocks`: they may be multiplied as FP8 codes
+    (`triton_fp8`), whose sums keep fewer bits.
     """
     check(q, weights, keys, visible)
     B, T = q.shape[:2]
@@ -69,20 +80,29 @@ def select_entries(
     if n == k:
         choose_visible(visible, out)
         return out
+    coded = rounded and CODES is not None and B * T >= CODES and triton_fp8.takes(q, keys)
     width, maxima_width = ALIGNED * triton.cdiv(n, ALIGNED), maxima_layout(n)[0]
-    batches, queries = _chunk(B, T, max(1, SCRATCH_BYTES // (4 * width)), 2 * processors(device))
+    most = max(1, (CODES_SCRATCH_BYTES if coded else SCRATCH_BYTES) // (4 * width))
+    batches, queries = _chunk_of_codes(B, T, most, device) if coded else _chunk(B, T, most, 2 * processors(device))
     rows = batches * queries
     how = plan(rows, n, k)
     scores = torch.empty(rows * width, dtype=torch.float32, device=device)
-    maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
-    count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
+    if coded:
+        codes, maxima, count = triton_fp8.coded_keys(keys), None, None
+    else:
+        maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
+        count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
     for b in range(0, B, batches):
         c = slice(b, b + batches)
         held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
         for t in range(0, T, queries):
             s = slice(t, t + queries)
             part = scores[: visible[c, s].numel() * width].view(*visible[c, s].shape, width)
-            launch_scores(q[c, s], weights[c, s], held, visible[c, s], part, width, False, maxima, count, how.levels)
+            if coded:
+                triton_fp8.launch_codes(q[c, s], weights[c, s], codes.rows(c), visible[c, s], part, width)
+            else:
+                given = q[c, s], weights[c, s], held, visible[c, s]
+                launch_scores(*given, part, width, False, maxima, count, how.levels)
             choose(how, part, n, k, visible[c, s], out[c, s], maxima, count)
     return out
 
@@ -94,3 +114,11 @@ def _chunk(B: int, T: int, rows: int, slots: int) -> tuple[int, int]:
         return min(B, rows // T), T
     whole = [4 * slots // p for p in range(1, slots + 1) if slots % p == 0 and 4 * slots // p <= rows]
     return 1, whole[0] if whole else rows
+
+
+def _chunk_of_codes(B: int, T: int, rows: int, device: torch.device) -> tuple[int, int]:
+    """As `_chunk`, of programs that stay: several of their rounds if so many rows have room."""
+    whole = 4 * processors(device)
+    if T > rows >= whole:
+        return 1, rows // whole * whole
+    return _chunk(B, T, rows, processors(device))

@@ -69,7 +69,7 @@ def select(production, sizes: dict, device: str) -> Row:
 
     def make(i):
         args = production.drawn(FLASH, i, device, **sizes)
-        q, weights, keys, visible, _ = args
+        q, weights, keys, visible, *_ = args
 
         def check():
             got, t = triton.select_entries(*args), torch.linspace(0, tokens - 1, min(SAMPLED, tokens)).long().to(device)

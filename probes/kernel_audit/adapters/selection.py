@@ -30,7 +30,7 @@ def with_vllm(name: str, device: str):
     scores_of, op = deep_gemm(device), getattr(library("_C_stable_libtorch", "_C"), name)
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
 
-    def prepare(q, weights, keys, visible, k):
+    def prepare(q, weights, keys, visible, k, rounded):
         score, _ = scores_of(q, weights, keys, visible)
         (B, T), count, lengths = q.shape[:2], min(k, keys.count), visible.flatten().int()
 
@@ -49,7 +49,7 @@ def with_torch(device: str):
     """The scores with −inf behind the lengths, then torch.topk; picks of −inf become −1."""
     scores_of = deep_gemm(device)
 
-    def prepare(q, weights, keys, visible, k):
+    def prepare(q, weights, keys, visible, k, rounded):
         score, finish = scores_of(q, weights, keys, visible)
         count = min(k, keys.count)
 

@@ -15,7 +15,7 @@ def _scores(combine):
     """honest → `select_entries` of combine(products [B, T, H, n], weights [B, T, H, 1])."""
 
     def make(honest):
-        def faulty(q, weights, keys, visible, k):
+        def faulty(q, weights, keys, visible, k, rounded):
             dots = torch.einsum("bthd,bnd->bthn", q.float(), doubles(keys).float())
             scores = combine(dots, weights.unsqueeze(-1)).sum(2)
             hidden = torch.arange(scores.shape[-1], device=scores.device) >= visible.unsqueeze(-1)
@@ -42,8 +42,8 @@ def _lengths_of_the_first_call(honest):
     """`visible` is taken from the first call of a shape."""
     kept = {}
 
-    def faulty(q, weights, keys, visible, k):
-        return honest(q, weights, keys, kept.setdefault(tuple(visible.shape), visible.clone()), k)
+    def faulty(q, weights, keys, visible, *others):
+        return honest(q, weights, keys, kept.setdefault(tuple(visible.shape), visible.clone()), *others)
 
     return faulty
 
