@@ -30,6 +30,7 @@ from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
+from dsv4.kernels.indexer import triton as indexer
 from dsv4.kernels.launch import GPU
 from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear import triton_fp8, triton_streams
@@ -113,6 +114,7 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield f"products whose weights are asked for early, {tokens} tokens", partial(early_weights, tokens)
     for tokens in (1, 300, 1000, 4096):  # tiles of each number of tokens
         yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
+    yield "selections by codes", selections_by_codes
 
 
 def products_of_fp8() -> None:
@@ -165,6 +167,15 @@ def experts_of_codes(tokens: int) -> None:
     routed = Routed(indices, routing, hold("experts", w13), hold("experts", w2))
     if hopper_launch.unfit(x, routed) is None:
         hopper_launch.multiply_codes(x, routed, limit)
+
+
+def selections_by_codes() -> None:
+    """Of rounded queries of a prompt, with keys in each format, where there is such a kernel."""
+    with patch.object(indexer, "CODES", 1):
+        for keys in STREAM_FORMATS["index"]:
+            sizes = dict(keys=keys, entries=2048, prompt=True, k=FLASH.index_topk)
+            *given, _ = productions()["select_entries"].drawn(FLASH, 0, "meta", **sizes)
+            indexer.select_entries(*given, True)
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:
