@@ -3,11 +3,13 @@ have; the codes in Triton's interpreter or on a GPU."""
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from dsv4.kernels.cache_rows import KEY_FORMATS, PAGE, RowFormat, decode_rows
 from dsv4.kernels.indexer import hopper, reference, triton, triton_fp8
 from dsv4.kernels.quantize.reference import simulate_fp4_blocks
-from tests.gluon import SEEDS, OnCPU
+from tests.gluon import SEEDS, OnCPU, launch
 from tests.kernels.test_triton_indexer import DEVICE, pack
 
 H, D = 64, 128
@@ -83,14 +85,15 @@ def test_scores(B, T, n, programs, stages, parts, seed, monkeypatch):
     weights, visible = torch.randn(B, T, H, generator=torch.Generator().manual_seed(3)), causal(B, T, n)
     weights[0, T // 2, 5] = NAN
     width = n + 7
-    out = torch.full((B, T, width), 12345.0)
+    out, rows = torch.full((B, T, width), 12345.0), coded_rows(keys)
+    rows.codes[0, n // 2, 70], keys[0, n // 2, 70] = 0x7F, NAN
     on_cpu(monkeypatch, seed, programs, stages, parts)
-    triton_fp8.launch_codes(q, weights, coded_rows(keys), visible, out, width)
+    triton_fp8.launch_codes(q, weights, rows, visible, out, width)
     right = reference.index_scores(q.float(), weights, keys, visible)
     seen = torch.arange(width) < visible.unsqueeze(-1)
     assert torch.equal(out[~seen], torch.full_like(out[~seen], 12345.0))
     got, wanted = out[seen], right[seen[..., :n]]
-    assert torch.equal(got.isnan(), wanted.isnan()) and bool(wanted.isnan().any())
+    assert torch.equal(got.isnan(), wanted.isnan()) and wanted.isnan().sum() > n // 2
     size = reference.index_scores(q.float().abs(), weights.abs(), keys.abs(), visible)[seen[..., :n]]
     assert bool((((got - wanted).abs() <= size * 2**-20) | wanted.isnan()).all())
 
@@ -108,6 +111,26 @@ def test_queries_that_see_nothing(seed, monkeypatch):
     right = reference.index_scores(q.float(), weights, keys, visible)
     assert torch.equal(out.isnan(), right == -INF)
     torch.testing.assert_close(out.nan_to_num(-INF), right, rtol=1e-5, atol=1e-4)
+
+
+@gluon.jit
+def shares(OUT, B, T, parts, ROOM: gl.constexpr):
+    """OUT int32 [programs, ROOM]: units of each program, in order."""
+    sizes = (B, T, 0, parts, 0)
+    for turn in range(hopper.rounds_of(sizes)):
+        b, t, part = hopper.unit(turn, sizes)
+        gl.store(OUT + gl.program_id(0) * ROOM + turn, (b * gl.cdiv(T, 4) + t) * parts + part)
+
+
+@pytest.mark.parametrize("B, T, parts, programs", [(1, 400, 1, 12), (2, 90, 3, 12), (1, 50, 1, 13), (3, 20, 2, 7)])
+def test_programs_share_the_work_evenly(B, T, parts, programs):
+    tiles = -(-T // 4)
+    out = torch.full((programs, 64), -1, dtype=torch.int32)
+    launch(shares, (programs,), out, B, T, parts, 64)
+    assert torch.equal(out[out >= 0].sort().values, torch.arange(B * tiles * parts, dtype=torch.int32))
+    seen = torch.where(out >= 0, out // parts % tiles + 1, 0)  # as many as its last query
+    assert bool((seen[:, :-1] >= seen[:, 1:]).all())
+    assert int(seen.sum(1).max() - seen.sum(1).min()) <= tiles
 
 
 @pytest.mark.parametrize("tiles, pages, programs", [(1, 1, 132), (96, 512, 132), (2048, 32, 132), (1, 4096, 132)])
@@ -173,7 +196,7 @@ def test_rows_that_are_not_finite_become_nan(bad):
 def test_codes_of_keys_are_the_keys(n, form):
     """Of packed keys those that exist; other bytes of a page are no numbers."""
     values = apart(3, n)
-    values[0, 0], values[1, n - 1] = 0.0, 2.0**-70
+    values[0, 0], values[1, n - 1], values[2, 0] = 0.0, 2.0**-70, 1.875
     rows = pack(values.to(DEVICE), form) if form else values.bfloat16().to(DEVICE)
     given = rows._replace(data=rows.data[1:]) if form else rows.transpose(0, 1).contiguous().transpose(0, 1)[1:]
     found = triton_fp8.coded_keys(given)
