@@ -63,8 +63,8 @@ def select_entries(
     rounded: bool = False,
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
-    result is every visible entry, and −1 for the others. At most 48 MiB of scores (96 of codes) exist at a time, or
-    those of one query if these are more.
+    result is every visible entry, and −1 for the others. So is that of one among many queries that sees at most k. At
+    most 48 MiB of scores (96 of codes) exist at a time, or those of one query if these are more.
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T]. rounded: q,
     and keys that are not packed, were rounded by `simulate_fp4_blocks`: they may be multiplied as FP8 codes
@@ -99,11 +99,13 @@ def select_entries(
             s = slice(t, t + queries)
             part = scores[: visible[c, s].numel() * width].view(*visible[c, s].shape, width)
             if coded:
-                triton_fp8.launch_codes(q[c, s], weights[c, s], codes.rows(c), visible[c, s], part, width)
+                triton_fp8.launch_codes(
+                    q[c, s], weights[c, s], codes.rows(c), visible[c, s], part, width, k if how.by_number else 0
+                )
             else:
                 given = q[c, s], weights[c, s], held, visible[c, s]
                 launch_scores(*given, part, width, False, maxima, count, how.levels)
-            choose(how, part, n, k, visible[c, s], out[c, s], maxima, count)
+            choose(how, part, n, k, visible[c, s], out[c, s], maxima, count, not how.by_number)
     return out
 
 

@@ -32,6 +32,11 @@ class Plan(NamedTuple):
     candidates: int  # keys held at once, a power of two
     levels: int  # of maxima
 
+    @property
+    def by_number(self) -> bool:
+        """Whether rows with at most k visible entries need no scores."""
+        return self.method == "filter"
+
 
 def plan(rows: int, n: int, k: int) -> Plan:
     """Raises UnsupportedInput where the candidates exceed what a program can hold."""
@@ -65,11 +70,13 @@ def choose(
     out: torch.Tensor,
     maxima: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
+    scored: bool = True,
 ) -> None:
     """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k],
     contiguous.
 
-    maxima, count: from the scores' kernel, if `how` has levels; without them they are made here.
+    maxima, count: from the scores' kernel, if `how` has levels; without them they are made here. scored: if not, rows
+    with at most k visible entries, all of which are chosen, may have no scores; that `how.by_number` says.
     """
     B, T = scores.shape[:2]
     rows, device = B * T, scores.device
@@ -123,6 +130,7 @@ def choose(
             *ends,
             k,
             seen,
+            scored,
             how.candidates,
             classes,
             overlap,

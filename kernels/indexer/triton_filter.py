@@ -118,12 +118,13 @@ def filter_rows(
     v_t,
     k,
     SEEN: tl.constexpr,
+    SCORED: tl.constexpr,
     C: tl.constexpr,
     CLASSES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The k best of the entries < seen of one row a program, to OUT int64 [rows, k]. LIST int64 [rows, 2·C]: scratch; C
-    ≥ 4·k."""
+    ≥ 4·k. Without SCORED a row of seen ≤ k has no scores: all its entries are chosen."""
     row = tl.program_id(0).to(tl.int64)
     b, t, i = row // T, row % T, tl.arange(0, C)
     SCORES += b * s_b + t * s_t
@@ -132,6 +133,10 @@ def filter_rows(
         gdc_wait()
         gdc_launch_dependents()
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if not SCORED:
+        if seen <= k:
+            tl.store(OUT + row * k + i, tl.where(i < seen, i, -1).to(tl.int64), mask=i < k)
+            return
     live = tl.minimum(seen, C)
     if seen > C:
         bound = _bound(SCORES, seen, k, C, CLASSES)

@@ -79,11 +79,11 @@ def coded_keys(keys: torch.Tensor | PackedRows) -> Coded:
 
 
 def coded_queries(
-    q: torch.Tensor, weights: torch.Tensor, visible: torch.Tensor, n: int
+    q: torch.Tensor, weights: torch.Tensor, visible: torch.Tensor, n: int, known: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes uint8 [B, padded, 64, 128] of q bf16 [B, T, 64, 128], T padded to a multiple of 4; fp32 [B, padded, 64]:
     half of weights · scale, NaN for a head with a number that is not finite; and int32 [B, padded]: entries < that are
-    visible, of n, 0 from T on."""
+    visible, of n, and 0 where these are at most `known`, and from T on."""
     B, T = q.shape[:2]
     q = q if q.stride()[2:] == (DIMS, 1) else q.contiguous()
     padded, device = QUERIES * triton.cdiv(T, QUERIES), q.device
@@ -92,19 +92,26 @@ def coded_queries(
     ends = torch.empty(B, padded, dtype=torch.int32, device=device)
     dependent = dependent_launch(device)
     _code_queries[(B * padded,)](
-        q, weights, visible, codes, factors, ends, T, padded, n, *q.stride()[:2], *weights.stride(), *visible.stride(),
-        DIMS, dependent, num_warps=4, launch_pdl=dependent,
+        q, weights, visible, codes, factors, ends, T, padded, n, known, *q.stride()[:2], *weights.stride(),
+        *visible.stride(), DIMS, dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
     return codes, factors, ends
 
 
 def launch_codes(
-    q: torch.Tensor, weights: torch.Tensor, keys: Coded, visible: torch.Tensor, scores: torch.Tensor, width: int
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: Coded,
+    visible: torch.Tensor,
+    scores: torch.Tensor,
+    width: int,
+    known: int = 0,
 ) -> None:
-    """Scores of q bf16 [B, T, 64, 128] into scores fp32 [B, T, width], contiguous; those of entries that a query does
-    not see are not written. The other arguments are those of `index_scores`."""
+    """Scores of q bf16 [B, T, 64, 128] into scores fp32 [B, T, width], contiguous. Those of entries that a query does
+    not see are not written, nor any of a query that sees at most `known`. The other arguments are those of
+    `index_scores`."""
     B, T = q.shape[:2]
-    codes, factors, ends = coded_queries(q, weights, visible, keys.n)
+    codes, factors, ends = coded_queries(q, weights, visible, keys.n, known)
     tiles, padded, many = codes.shape[0] * codes.shape[1] // QUERIES, keys.codes.shape[1], processors(q.device)
     parts = parts_of(tiles, triton.cdiv(keys.n, PAGE), many)
     matrix = lambda x: x.view(-1, DIMS).view(torch.float8_e4m3fn)
@@ -139,10 +146,10 @@ def _coded_rows(x):
     return codes, k, finite
 
 
-@triton.jit(do_not_specialize=["T", "padded", "n"])
+@triton.jit(do_not_specialize=["T", "padded", "n", "known"])
 def _code_queries(
-    Q, WEIGHTS, VISIBLE, CODES, FACTORS, ENDS, T, padded, n, q_b, q_t, w_b, w_t, w_h, v_b, v_t, D: tl.constexpr,
-    EARLY: tl.constexpr,
+    Q, WEIGHTS, VISIBLE, CODES, FACTORS, ENDS, T, padded, n, known, q_b, q_t, w_b, w_t, w_h, v_b, v_t,
+    D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One query a program."""
     launch_dependents(EARLY)
@@ -159,7 +166,7 @@ def _code_queries(
     tl.store(CODES + row * (_HEADS * D) + within, codes)
     factor = tl.where(finite, weight * power_of_two(k - 1), float("nan"))
     tl.store(FACTORS + row * _HEADS + head, factor)
-    tl.store(ENDS + row, end.to(tl.int32))
+    tl.store(ENDS + row, tl.where(end > known, end, 0).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["n", "pages"])

@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from dsv4.kernels.cache_rows import KEY_FORMATS, PAGE, RowFormat, decode_rows
 from dsv4.kernels.indexer import hopper, reference, triton, triton_fp8
+from dsv4.kernels.indexer.triton_choose import Plan
 from dsv4.kernels.quantize.reference import simulate_fp4_blocks
 from tests.gluon import SEEDS, OnCPU, launch
 from tests.kernels.test_triton_indexer import DEVICE, pack
@@ -31,7 +32,7 @@ def value(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 # Scores ---------------------------------------------------------------------------------------------------------------
 
 
-def coded(q, weights, visible, n):
+def coded(q, weights, visible, n, known):
     """What `coded_queries` gives, by torch."""
     B, T = q.shape[:2]
     exponent = torch.ceil(torch.log2(q.float().abs().amax(-1).clamp(min=1e-30) / 448))
@@ -164,13 +165,15 @@ def test_codes_of_queries_are_the_queries(T):
     q = q.to(DEVICE)[:, 1:] if T == 7 else q.to(DEVICE)[:, :T]
     weights = torch.randn(B, H, T, generator=torch.Generator().manual_seed(3)).to(DEVICE).transpose(1, 2)
     visible = torch.arange(2 * B * T, device=DEVICE).view(B, T, 2)[:, :, 0] * 5 - 3
-    codes, factors, ends = triton_fp8.coded_queries(q, weights, visible, n)
+    codes, factors, ends = triton_fp8.coded_queries(q, weights, visible, n, 6)
     assert codes.shape == (B, -(-T // 4) * 4, H, D) and factors.shape == codes.shape[:3]
     scale = 2 * factors[:, :T] / weights
     assert torch.equal(value(codes[:, :T], scale), q.float())
     largest = codes[:, :T].view(torch.float8_e4m3fn).float().abs().amax(-1)
     assert bool(((largest > 224) & (largest <= 448) | (q.float().abs().amax(-1) == 0)).all())
-    assert torch.equal(ends[:, :T].long(), visible.clamp(0, n)) and not ends[:, T:].any()
+    assert torch.equal(ends[:, :T].long(), torch.where(visible > 6, visible.clamp(0, n), 0)) and not ends[:, T:].any()
+    fewer = triton_fp8.coded_queries(q, weights, visible, n, 7)[2]
+    assert torch.equal(fewer, torch.where(ends == 7, 0, ends)) and bool((ends == 7).any())
     assert not codes[:, T:].any() and not factors[:, T:].any()
 
 
@@ -223,18 +226,38 @@ def test_a_key_with_a_scale_of_nan_is_nan():
 @pytest.mark.skipif(DEVICE == "cuda", reason="other tests run the kernel itself")
 @pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("form", [None, *KEY_FORMATS], ids=lambda f: f.value if f else "plain")
-@pytest.mark.parametrize("B, T, scratch", [(1, 21, 8 * 4 * 320), (2, 5, 5 * 4 * 320), (1, 21, 5 * 4 * 320)])
-def test_selections_by_codes(B, T, scratch, form, seed, monkeypatch):
-    """In chunks of whole rounds of two programs, of batch rows, and of parts."""
+@pytest.mark.parametrize(
+    "B, T, scratch, how",
+    [
+        (1, 21, 8 * 4 * 320, None),
+        (2, 5, 5 * 4 * 320, None),
+        (1, 21, 5 * 4 * 320, None),
+        (1, 21, 8 * 4 * 320, Plan("filter", 128, 0)),
+    ],
+)
+def test_selections_by_codes(B, T, scratch, how, form, seed, monkeypatch):
+    """In chunks of whole rounds of two programs, of batch rows, and of parts; without scores of queries that see at
+    most k."""
     n, k = 300, 20
     q, values = drawn(B, T, H, seed=1).bfloat16(), drawn(B, n, seed=2)
     keys = pack(values, form) if form else values.bfloat16()
     weights, visible = torch.randn(B, T, H, generator=torch.Generator().manual_seed(3)), causal(B, T, n)
+    visible[0, 1] = k
     chunks = selecting_codes(monkeypatch, seed, scratch)
+    if how:
+        monkeypatch.setattr(triton, "plan", lambda *sizes: how)
+    fresh_scores_are_infinite(monkeypatch)
     got = triton.select_entries(q, weights, keys, visible, k, True)
     wanted = reference.topk_entries(reference.index_scores(q, weights, keys, visible), k)
     assert torch.equal(got.sort(-1).values, wanted.sort(-1).values)
     assert len(chunks) > 1 and sum(chunks) == B * T
+
+
+def fresh_scores_are_infinite(monkeypatch) -> None:
+    """Of −∞ no entry is selected: a selection that reads scores that nobody wrote shows it."""
+    empty = torch.empty
+    infinite = lambda made: made.fill_(-INF) if made.dtype is torch.float32 else made
+    monkeypatch.setattr(torch, "empty", lambda *given, **named: infinite(empty(*given, **named)))
 
 
 def selecting_codes(monkeypatch, seed: int, scratch: int) -> list[int]:

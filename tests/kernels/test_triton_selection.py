@@ -75,6 +75,20 @@ def test_selection_is_exact(n, k, how, kind, monkeypatch):
         assert_selected(out, topk_entries(given, k, seen))
 
 
+def test_rows_that_see_at_most_k_need_no_scores_where_they_are_many():
+    how, n, k = Plan("filter", 32, 0), 300, 7
+    visible, out = (
+        torch.tensor([[0, 1, k, k + 1]], device=DEVICE),
+        torch.empty(1, 4, k, dtype=torch.int64, device=DEVICE),
+    )
+    scores = rows_of("normal", n, 1, 4)
+    scores[:, :3] = float("-inf")
+    triton_choose.choose(how, scores, n, k, visible, out, scored=not how.by_number)
+    wanted = torch.where(torch.arange(k) < visible[0, :3, None].cpu(), torch.arange(k), -1)
+    assert how.by_number and torch.equal(out[0, :3].cpu(), wanted)
+    assert_selected(out[:, 3:], topk_entries(scores[:, 3:], k, visible[:, 3:]))
+
+
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
 @pytest.mark.parametrize("k", [1, 5, 64, 65])
 def test_selection_of_any_size(n, k):
