@@ -63,8 +63,8 @@ def select_entries(
     rounded: bool = False,
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
-    result is every visible entry, and −1 for the others. So is that of one among many queries that sees at most k. At
-    most 48 MiB of scores (96 of codes) exist at a time, or those of one query if these are more.
+    result is every visible entry, and −1 for the others. So is that of a query that sees at most k, if it is one of
+    many. At most 48 MiB of scores (96 of codes) exist at a time, or those of one query if these are more.
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T]. rounded: q,
     and keys that are not packed, were rounded by `simulate_fp4_blocks`: they may be multiplied as FP8 codes

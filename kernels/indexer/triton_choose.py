@@ -34,8 +34,8 @@ class Plan(NamedTuple):
 
     @property
     def by_number(self) -> bool:
-        """Whether rows with at most k visible entries need no scores."""
-        return self.method == "filter"
+        """Whether rows with at most k visible entries need no scores: a program has each row."""
+        return self.method in ("filter", "descend")
 
 
 def plan(rows: int, n: int, k: int) -> Plan:
@@ -151,6 +151,7 @@ def choose(
             *strides,
             k,
             seen,
+            scored,
             *search,
             overlap,
             num_warps=min(16, max(4, how.candidates // 256)),

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.indexer.triton_scores import monotone
-from dsv4.kernels.indexer.triton_topk import seen_entries, sortable
+from dsv4.kernels.indexer.triton_topk import every_entry, seen_entries, sortable
 
 _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -135,7 +135,7 @@ def filter_rows(
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     if not SCORED:
         if seen <= k:
-            tl.store(OUT + row * k + i, tl.where(i < seen, i, -1).to(tl.int64), mask=i < k)
+            every_entry(OUT + row * k, seen, k, C)
             return
     live = tl.minimum(seen, C)
     if seen > C:

@@ -137,6 +137,13 @@ def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
     return seen
 
 
+@triton.jit
+def every_entry(OUT, seen, k, C: tl.constexpr):
+    """Entries < seen ≤ k to OUT int64 [k ≤ C], then −1."""
+    i = tl.arange(0, C)
+    tl.store(OUT + i, tl.where(i < seen, i, -1).to(tl.int64), mask=i < k)
+
+
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
 def topk_of_rows(
     SCORES,
@@ -154,17 +161,22 @@ def topk_of_rows(
     second,
     k,
     SEEN: tl.constexpr,
+    SCORED: tl.constexpr,
     CLASSES: tl.constexpr,
     CANDIDATES: tl.constexpr,
     LEVELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`_descend` for one row a program."""
+    """`_descend` for one row a program. Without SCORED a row of seen ≤ k has no scores: all its entries are chosen."""
     row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
+    if not SCORED:
+        if seen <= k:
+            every_entry(OUT + row * k, seen, k, CANDIDATES)
+            return
     _descend(
         SCORES + b * s_b + t * s_t,
         MAXIMA + row * width,

@@ -173,7 +173,7 @@ def selections_by_codes() -> None:
     """Of rounded queries of a prompt, with keys in each format, where there is such a kernel."""
     with patch.object(indexer, "CODES", 1):
         for keys in STREAM_FORMATS["index"]:
-            sizes = dict(keys=keys, entries=2048, prompt=True, k=FLASH.index_topk)
+            sizes = dict(keys=keys, entries=8192, prompt=True, k=FLASH.index_topk)
             *given, _ = productions()["select_entries"].drawn(FLASH, 0, "meta", **sizes)
             indexer.select_entries(*given, True)
 

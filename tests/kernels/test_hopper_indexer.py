@@ -233,6 +233,7 @@ def test_a_key_with_a_scale_of_nan_is_nan():
         (2, 5, 5 * 4 * 320, None),
         (1, 21, 5 * 4 * 320, None),
         (1, 21, 8 * 4 * 320, Plan("filter", 128, 0)),
+        (1, 21, 8 * 4 * 320, Plan("descend", 512, 0)),
     ],
 )
 def test_selections_by_codes(B, T, scratch, how, form, seed, monkeypatch):

@@ -75,8 +75,11 @@ def test_selection_is_exact(n, k, how, kind, monkeypatch):
         assert_selected(out, topk_entries(given, k, seen))
 
 
-def test_rows_that_see_at_most_k_need_no_scores_where_they_are_many():
-    how, n, k = Plan("filter", 32, 0), 300, 7
+@pytest.mark.parametrize(
+    "n, how", [(300, Plan("filter", 32, 0)), (60, Plan("descend", 64, 0)), (300, Plan("descend", 64, 1))], ids=str
+)
+def test_rows_that_see_at_most_k_need_no_scores_where_they_are_many(n, how):
+    k = 7
     visible, out = (
         torch.tensor([[0, 1, k, k + 1]], device=DEVICE),
         torch.empty(1, 4, k, dtype=torch.int64, device=DEVICE),
