@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.kernels.contracts import productions
 from dsv4.kernels.indexer import reference, triton, triton_fp8
 from dsv4.kernels.indexer.contract import RATIO
+from dsv4.kernels.indexer.triton_choose import choose, plan
 from dsv4.kernels.widths import FLASH
 from scripts.bench.timing import Clock
 
@@ -104,14 +105,19 @@ def share(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 def parts(T: int, given: tuple) -> Iterator[tuple[str, Callable]]:
     """What a selection by codes of a prompt consists of, where all its scores have room at once."""
-    q, weights, keys, visible, _ = given
+    q, weights, keys, visible, k = given
     yield "codes of keys", partial(triton_fp8.coded_keys, keys)
     if T > 8192:
         return
     coded, n = triton_fp8.coded_keys(keys), keys.count
     scores = torch.empty(1, T, n, dtype=torch.float32, device="cuda")
-    yield "codes of queries", partial(triton_fp8.coded_queries, q, weights, visible, n)
-    yield "codes of queries and scores", partial(triton_fp8.launch_codes, q, weights, coded, visible, scores, n)
+    how, out = plan(T, n, k), torch.empty(1, T, k, dtype=torch.int64, device="cuda")
+    known = k if how.by_number else 0
+    yield "codes of queries", partial(triton_fp8.coded_queries, q, weights, visible, n, known)
+    run = partial(triton_fp8.launch_codes, q, weights, coded, visible, scores, n, known)
+    yield "codes of queries and scores", run
+    run()
+    yield "selection by scores", partial(choose, how, scores, n, k, visible, out, scored=not how.by_number)
 
 
 def ways(given: tuple) -> Iterator[tuple[str, Callable]]:
