@@ -1,5 +1,7 @@
 """The lightning indexer on a GPU: scores, exact selection, and both in one."""
 
+from collections.abc import Iterator
+
 import torch
 import triton
 
@@ -12,7 +14,8 @@ from dsv4.kernels.launch import processors, require_device
 
 SCRATCH_BYTES = 48 << 20  # of scores: about what the L2 cache of an H100 holds
 ALIGNED = 64  # entries to which a row of scores is padded
-# queries from which rounded ones are scored as codes; None: never, until it is timed (`scripts/tune_index.py`)
+# tokens of a row from which rounded queries are scored as codes; None: never, until it is timed by
+# `scripts/tune_index.py`
 CODES: int | None = None
 CODES_SCRATCH_BYTES = 96 << 20  # of their scores
 
@@ -80,33 +83,54 @@ def select_entries(
     if n == k:
         choose_visible(visible, out)
         return out
-    coded = rounded and CODES is not None and B * T >= CODES and triton_fp8.takes(q, keys)
-    width, maxima_width = ALIGNED * triton.cdiv(n, ALIGNED), maxima_layout(n)[0]
-    most = max(1, (CODES_SCRATCH_BYTES if coded else SCRATCH_BYTES) // (4 * width))
-    batches, queries = _chunk_of_codes(B, T, most, device) if coded else _chunk(B, T, most, 2 * processors(device))
+    coded = rounded and CODES is not None and T >= CODES and triton_fp8.takes(q, keys)
+    (_select_by_codes if coded else _select_by_products)(q, weights, keys, visible, n, k, out)
+    return out
+
+
+def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Tensor) -> None:
+    """The selection of scores by `launch_scores`, k < n."""
+    width, maxima_width = _width(n), maxima_layout(n)[0]
+    (B, T), device = q.shape[:2], q.device
+    batches, queries = _chunk(B, T, max(1, SCRATCH_BYTES // (4 * width)), 2 * processors(device))
     rows = batches * queries
     how = plan(rows, n, k)
     scores = torch.empty(rows * width, dtype=torch.float32, device=device)
-    if coded:
-        codes, maxima, count = triton_fp8.coded_keys(keys), None, None
-    else:
-        maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
-        count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
-    for b in range(0, B, batches):
-        c = slice(b, b + batches)
+    maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
+    count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
+    for c, s in _chunks(B, T, batches, queries):
         held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
-        for t in range(0, T, queries):
-            s = slice(t, t + queries)
-            part = scores[: visible[c, s].numel() * width].view(*visible[c, s].shape, width)
-            if coded:
-                triton_fp8.launch_codes(
-                    q[c, s], weights[c, s], codes.rows(c), visible[c, s], part, width, k if how.by_number else 0
-                )
-            else:
-                given = q[c, s], weights[c, s], held, visible[c, s]
-                launch_scores(*given, part, width, False, maxima, count, how.levels)
-            choose(how, part, n, k, visible[c, s], out[c, s], maxima, count, not how.by_number)
-    return out
+        seen, part = visible[c, s], _part(scores, visible[c, s], width)
+        launch_scores(q[c, s], weights[c, s], held, seen, part, width, False, maxima, count, how.levels)
+        choose(how, part, n, k, seen, out[c, s], maxima, count, not how.by_number)
+
+
+def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor) -> None:
+    """The selection of scores by `launch_codes`, k < n."""
+    width, (B, T), device = _width(n), q.shape[:2], q.device
+    batches, queries = _chunk_of_codes(B, T, max(1, CODES_SCRATCH_BYTES // (4 * width)), device)
+    how = plan(batches * queries, n, k)
+    scores = torch.empty(batches * queries * width, dtype=torch.float32, device=device)
+    codes, known = triton_fp8.coded_keys(keys), k if how.by_number else 0
+    for c, s in _chunks(B, T, batches, queries):
+        seen, part = visible[c, s], _part(scores, visible[c, s], width)
+        triton_fp8.launch_codes(q[c, s], weights[c, s], codes.rows(c), seen, part, width, known)
+        choose(how, part, n, k, seen, out[c, s], scored=not how.by_number)
+
+
+def _width(n: int) -> int:
+    """Numbers of a row of n scores, padded."""
+    return ALIGNED * triton.cdiv(n, ALIGNED)
+
+
+def _part(scores: torch.Tensor, seen: torch.Tensor, width: int) -> torch.Tensor:
+    """fp32 [B, T, width] at the front of `scores`, of queries that see int64 [B, T]."""
+    return scores[: seen.numel() * width].view(*seen.shape, width)
+
+
+def _chunks(B: int, T: int, batches: int, queries: int) -> Iterator[tuple[slice, slice]]:
+    """(batch rows, queries) of each chunk."""
+    return ((slice(b, b + batches), slice(t, t + queries)) for b in range(0, B, batches) for t in range(0, T, queries))
 
 
 def _chunk(B: int, T: int, rows: int, slots: int) -> tuple[int, int]:

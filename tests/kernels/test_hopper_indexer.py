@@ -279,8 +279,8 @@ def selecting_codes(monkeypatch, seed: int, scratch: int) -> list[int]:
 @pytest.mark.parametrize("what", ["not rounded", "few", "other heads", "fp32 keys", "fp32 queries", "no Hopper"])
 def test_other_calls_multiply_no_codes(what, monkeypatch):
     few, heads = (3 if what == "few" else 4), (32 if what == "other heads" else H)
-    q, keys = drawn(1, few, heads, seed=1).bfloat16(), drawn(1, 40, seed=2).bfloat16()
-    given = [q, torch.ones(1, few, heads), keys, causal(1, few, 40)]
+    q, keys = drawn(2, few, heads, seed=1).bfloat16(), drawn(2, 40, seed=2).bfloat16()
+    given = [q, torch.ones(2, few, heads), keys, causal(2, few, 40)]
     chunks = selecting_codes(monkeypatch, 0, 1 << 20)
     monkeypatch.setattr(triton, "CODES", 4)
     monkeypatch.setattr(triton_fp8, "dot_in_fp32", lambda x: x.dtype is torch.float32)
