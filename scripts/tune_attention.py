@@ -16,6 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.kernels.attention import triton
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, pack_layout
+from dsv4.kernels.cache_rows.triton import write_rows
 from dsv4.kernels.widths import FLASH
 from scripts.bench.timing import Clock
 
@@ -33,7 +35,7 @@ def main() -> int:
         return 2
     begun, wrong, clock = time.monotonic(), 0, Clock()
     for N in args.tokens:
-        for make in (listed, visible):
+        for make in (listed, packed, visible):
             name, run, keys = make(N)
             if time.monotonic() - begun > args.seconds:
                 print("not begun: the time was up")
@@ -64,6 +66,24 @@ def listed(N: int):
     chosen = torch.rand(N, len(entries), device="cuda").topk(FLASH.index_topk, -1).indices
     run = lambda: triton.sparse_attention(q[0], rows, window, entries, chosen, sink, D**-0.5)
     return "CSA", run, N * (WINDOW + FLASH.index_topk)
+
+
+def packed(N: int):
+    """CSA of packed rows, which the second kernel reads unpacked: that is part of its time."""
+    q, rows, window, sink = drawn(N)
+    pools = [pool(rows), pool(torch.randn(8192, D, device="cuda", dtype=torch.bfloat16))]
+    chosen = torch.rand(N, 8192, device="cuda").topk(FLASH.index_topk, -1).indices
+    run = lambda: triton.sparse_attention(q[0], pools[0], window, pools[1], chosen, sink, D**-0.5)
+    return "CSA, packed", run, N * (WINDOW + FLASH.index_topk)
+
+
+def pool(rows: torch.Tensor) -> PackedRows:
+    """These rows in pages."""
+    layout = pack_layout(RowFormat.KV_FP8, D, FLASH.qk_rope_head_dim)
+    data = torch.zeros(-(-len(rows) // PAGE), layout.page, dtype=torch.uint8, device="cuda")
+    made = PackedRows(RowFormat.KV_FP8, data, D, FLASH.qk_rope_head_dim, len(rows))
+    write_rows(made, torch.arange(len(rows), device="cuda"), rows)
+    return made
 
 
 def visible(N: int):

@@ -15,7 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.kernels.attention import hopper, hopper_prefill
 from dsv4.kernels.attention.triton_tiles import attend, merge
-from dsv4.kernels.cache_rows import PackedRows, RowFormat
+from dsv4.kernels.attention.triton_unpack import unpacked
+from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import (
     capability,
@@ -30,6 +31,7 @@ from dsv4.kernels.launch import (
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
 MANY = False  # whether `hopper_prefill` takes many queries: not before it is timed on a GPU
+UNPACKED_BYTES = 128 << 20  # of the rows of a call that are unpacked for `hopper_prefill`, at most
 MERGED = 2048  # numbers that a program, one warp, merges at a time
 FEW = 16  # queries of a batch row that are planned as one
 MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # cost of merging: a launch, and partial outputs written and read through L2
@@ -109,6 +111,11 @@ class _Pool(NamedTuple):
         words = (data.data_ptr() | data.stride(-2) | run) % 8 == 0 and D % 2 == 0
         return cls(data, True, data.stride(-2), run, rows.count, rows.rope, words)
 
+    def unpacked(self, D: int) -> "_Pool":
+        """Of bf16 rows at the same places."""
+        rows = unpacked(self.data, D, self.rope, self.words)
+        return _Pool(rows, False, D, rows.stride(0) if rows.dim() == 3 else 0, rows.shape[-2], 0, True)
+
     @property
     def big(self) -> bool:
         """Whether offsets within one batch row need 64 bits."""
@@ -146,6 +153,9 @@ def _launch(
     copied = not fp32 and D == 512 and _copies_whole(q, window, far)
     alike = together if together <= FEW else 1
     tile, splits = plan(N // alike, H, D, W, K, fp32, packed, copied, capability(q.device), processors(q.device))
+    many = _many(tile, splits, (window, far), q, N // alike, W)
+    if many and packed:
+        window, far = (p.unpacked(D) for p in (window, far)) if far is not window else 2 * (window.unpacked(D),)
     partial, lse, dependent = out, out, dependent_launch(q.device)
     if splits > 1:
         partial = torch.empty(N, splits, H, D, dtype=torch.float32, device=q.device)
@@ -174,7 +184,7 @@ def _launch(
         *seen.stride(),
     )
     grid = (N * -(-H // tile.heads), splits)
-    if _many(tile, splits, packed, q, N // alike):
+    if many:
         _attend_many(common[3:], q, out, (window.row, far.row, listed), min(grid[0], processors(q.device)), dependent)
     elif tile.copied:
         hopper.attend[grid](
@@ -221,12 +231,14 @@ def _launch(
     return out
 
 
-def _many(tile: Tile, splits: int, packed: bool, q: torch.Tensor, queries: int) -> bool:
+def _many(tile: Tile, splits: int, pools: tuple[_Pool, ...], q: torch.Tensor, queries: int, window: int) -> bool:
     """Whether `hopper_prefill.attend_many` takes q [B, T, H, 512] instead of `hopper.attend`: each of the programs that
-    run in parallel has more than 64 heads of one of the `queries`, as planned."""
-    H = q.shape[2]
-    whole = H % 64 == 0 and q.is_contiguous() and queries * H // 64 > processors(q.device)
-    return MANY and whole and tile.copied and splits == 1 and not packed
+    run in parallel has more than 64 heads of one of the `queries`, as planned. Packed pools are unpacked for it, if
+    they are not too large."""
+    H, programs = q.shape[2], processors(q.device)
+    whole = H % 64 == 0 and q.is_contiguous() and queries * H // 64 > programs and window > 0
+    rows = sum(p.data.numel() // p.row * PAGE for p in pools if p.packed)
+    return MANY and whole and tile.copied and splits == 1 and rows * q.shape[-1] * 2 <= UNPACKED_BYTES
 
 
 def _attend_many(common: tuple, q, out, form: tuple, programs: int, dependent: bool) -> None:

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from dsv4.kernels.attention import triton as attention
 from dsv4.kernels.block_choice import block_scores
-from dsv4.kernels.cache_rows import STREAM_FORMATS
+from dsv4.kernels.cache_rows import STREAM_FORMATS, PackedRows, RowFormat, pack_layout
 from dsv4.kernels.chunked_prefill import Chunking
 from dsv4.kernels.collectives.triton_one_shot import OneShot
 from dsv4.kernels.collectives.triton_shares import Shares
@@ -147,6 +147,9 @@ def attention_of_many() -> None:
         q, window = empty(1, N, H, D), index(N, FLASH.sliding_window)
         attention.sparse_attention(q[0], rows, window, rows, index(N, FLASH.index_topk), sink, D**-0.5)
         attention.hca_attention(q, rows, window, rows[None], index(1, N), sink, D**-0.5)
+        pages = empty(128, pack_layout(RowFormat.KV_FP8, D, FLASH.qk_rope_head_dim).page, dtype=torch.uint8)
+        packed = PackedRows(RowFormat.KV_FP8, pages, D, FLASH.qk_rope_head_dim, 8192)
+        attention.sparse_attention(q[0], packed, window, packed, index(N, FLASH.index_topk), sink, D**-0.5)
 
 
 def sums_of_experts() -> Iterator[tuple[str, Callable]]:

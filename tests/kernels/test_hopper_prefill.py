@@ -6,6 +6,7 @@ import torch
 from dsv4.kernels.attention import hopper_prefill, reference, triton
 from tests.gluon import SEEDS, OnCPU
 from tests.kernels.products import CUDA, randn
+from tests.kernels.test_triton_attention import as_pool
 
 D, SCALE = 512, 512**-0.5
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
@@ -49,6 +50,28 @@ def test_listed_rows(N, H, W, K, seed, monkeypatch):
     out = triton.sparse_attention(q, window, wi, entries, ei, sink, SCALE)
     assert torch.equal(q, q_before)
     close(out, right)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+@pytest.mark.parametrize("K", [200, 0])
+def test_packed_rows(K, seed, monkeypatch):
+    """They are unpacked first, with the values that `hopper.attend` multiplies."""
+    q, wi, sink = rows(3 * 64, 1).view(3, 64, D) * 3, listed(3, 70, 130, 4), randn(64, seed=6).cpu()
+    window, entries = as_pool(rows(130, 2), "fp8", 64), as_pool(rows(300, 3), "fp8", 64) if K else None
+    ei = listed(3, K, 300, 5) if K else None
+    right = reference.sparse_attention(q, window, wi, entries, ei, sink, SCALE)
+    on_cpu(monkeypatch, seed, 2)
+    close(triton.sparse_attention(q, window, wi, entries, ei, sink, SCALE), right)
+    runs, seen = (
+        as_pool(rows(2 * 200, 3).view(2, 200, D), "fp8", 64, batch=2),
+        torch.tensor([[0, 65, 199], [3, 200, 1]]),
+    )
+    q, wi = rows(6 * 64, 1).view(2, 3, 64, D) * 3, listed(6, 70, 130, 4)
+    right = reference.hca_attention(q, window, wi, runs, seen, sink, SCALE)
+    close(triton.hca_attention(q, window, wi, runs, seen, sink, SCALE), right)
+    monkeypatch.setattr(triton, "UNPACKED_BYTES", 1)
+    with pytest.raises(RuntimeError, match="active driver"):  # `hopper.attend`, which is not emulated here
+        triton.hca_attention(q, window, wi, runs, seen, sink, SCALE)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
