@@ -41,9 +41,7 @@ class Foreseen(NamedTuple):
             ids = torch.zeros(options.rows, tokens, dtype=torch.int64, device=model.device)
             counts = [tokens] + [0] * (options.rows - 1)
             chunk = {} if _chunked(model) else {"chunk": BLOCK}
-            out = model.append(
-                ids, cache, counts, "last", return_streams=drafted, prompt=True, whole=False, **chunk
-            )  # fmt: skip
+            out = model.append(ids, cache, counts, "last", return_streams=drafted, prompt=True, whole=False, **chunk)
             if drafted:
                 cache._mtp.advance(row, max(0, skipped - 1))
                 block(model, cache, out[1], ids, [tokens - (not skipped), *counts[1:]])  # one token behind

@@ -185,20 +185,14 @@ OWN = gl.constexpr(gl.DotOperandLayout(0, OUTPUT, 2))  # a warpgroup's own weigh
 
 
 @gluon.jit
-def even_tiles(
-    OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.constexpr, LISTED: gl.constexpr
-):  # fmt: skip
+def even_tiles(OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.constexpr, LISTED: gl.constexpr):
     """The first tile of each pair, and the left half of the output."""
-    q, k, weights, rows, present = shared
-    ready, free, listed, asked, between = barriers
+    q, k, _, _, _ = shared
+    ready, free, _, asked, _ = barriers
     gdc_wait()
     done, turn = 0, 0
     for unit in range(gl.program_id(0), N * (H // 64), gl.num_programs(0)):
-        _, pairs = seen_by(unit // (H // 64), lists, T, W, K, LISTED)
-        m = sink_of(SINK, unit, H)
-        l, acc = gl.zeros([64], gl.float32, HEADS), gl.zeros([64, HALF], gl.float32, OUTPUT)
-        tma.store_wait(0)  # of the query before, from `weights`
-        mbarrier.wait(asked.index(0), turn & 1)
+        pairs, acc, l, m = first(SINK, asked, lists, unit, turn, T, W, K, H, LISTED)
         s = logits(q, 0, k, A_LEFT, ready, done, gl.zeros([64, KEYS], gl.float32, LOGITS), False)
         s = logits(q, 1, k, A_RIGHT, ready, done, s, True)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -214,12 +208,7 @@ def even_tiles(
         done += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index(B_LEFT), count=1)
-        mbarrier.arrive(asked.index(1), count=1)
-        rows.index(2).store(l)
-        mbarrier.arrive(between.index(A_SUM), count=1)
-        mbarrier.wait(between.index(B_SUM), turn & 1)
-        l += rows.index(3).load(HEADS)
-        write(OUT, weights.index(0), acc, l, m, SINK, unit, 0, H)
+        last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, 0, H)
         turn += 1
     tma.store_wait(0)
 
@@ -255,20 +244,14 @@ def even_pair(s, acc, l, m, shared, barriers, scale, done):
 
 
 @gluon.jit
-def odd_tiles(
-    OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.constexpr, LISTED: gl.constexpr
-):  # fmt: skip
+def odd_tiles(OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.constexpr, LISTED: gl.constexpr):
     """The second tile of each pair, and the right half of the output."""
     q, k, weights, rows, present = shared
     ready, free, listed, asked, between = barriers
     gdc_wait()
     done, turn = 0, 0
     for unit in range(gl.program_id(0), N * (H // 64), gl.num_programs(0)):
-        _, pairs = seen_by(unit // (H // 64), lists, T, W, K, LISTED)
-        m = sink_of(SINK, unit, H)
-        l, acc = gl.zeros([64], gl.float32, HEADS), gl.zeros([64, HALF], gl.float32, OUTPUT)
-        tma.store_wait(0)  # of the query before, from `weights`
-        mbarrier.wait(asked.index(0), turn & 1)
+        pairs, acc, l, m = first(SINK, asked, lists, unit, turn, T, W, K, H, LISTED)
         for _pair in range(pairs):
             phase = done & 1
             s = logits(q, 1, k, B_RIGHT, ready, done, gl.zeros([64, KEYS], gl.float32, LOGITS), False)
@@ -296,14 +279,19 @@ def odd_tiles(
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index(A_RIGHT), count=1)
             done += 1
-        mbarrier.arrive(asked.index(1), count=1)
-        rows.index(3).store(l)
-        mbarrier.arrive(between.index(B_SUM), count=1)
-        mbarrier.wait(between.index(A_SUM), turn & 1)
-        l += rows.index(2).load(HEADS)
-        write(OUT, weights.index(1), acc, l, m, SINK, unit, HALF, H)
+        last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, 1, H)
         turn += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def first(SINK, asked, lists, unit, turn, T, W, K, H: gl.constexpr, LISTED: gl.constexpr):
+    """(pairs of tiles, output, sums, maxima) of a query before any tile, when it is there."""
+    _, pairs = seen_by(unit // (H // 64), lists, T, W, K, LISTED)
+    acc, l, m = gl.zeros([64, HALF], gl.float32, OUTPUT), gl.zeros([64], gl.float32, HEADS), sink_of(SINK, unit, H)
+    tma.store_wait(0)  # of the query before, from `weights`
+    mbarrier.wait(asked.index(0), turn & 1)
+    return pairs, acc, l, m
 
 
 @gluon.jit
@@ -334,17 +322,26 @@ def spread(factor):
 
 
 @gluon.jit
-def write(OUT, buffer, acc, l, m, SINK, unit, FIRST: gl.constexpr, H: gl.constexpr):
-    """256 columns of the output, 64 at a time by way of `buffer`."""
+def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr, H: gl.constexpr):
+    """What each warpgroup does when it has multiplied all tiles of a query: frees the query, adds the other's sums to
+    its own, and writes its 256 columns of the output, 64 at a time by way of its weights."""
+    _, _, weights, rows, _ = shared
+    _, _, _, asked, between = barriers
+    mbarrier.arrive(asked.index(1), count=1)
+    rows.index(2 + WHICH).store(l)
+    mbarrier.arrive(between.index(A_SUM + WHICH), count=1)
+    mbarrier.wait(between.index(B_SUM - WHICH), turn & 1)
+    l += rows.index(3 - WHICH).load(HEADS)
     l += gl.exp2(sink_of(SINK, unit, H) - gl.where(m == float("-inf"), 0.0, m))
     out = (acc * spread(1.0 / l)).to(gl.bfloat16)
     left, right = halves(out)
     a, b = halves(left)
     c, d = halves(right)
-    write_columns(OUT, buffer, a, unit, FIRST)
-    write_columns(OUT, buffer, b, unit, FIRST + 64)
-    write_columns(OUT, buffer, c, unit, FIRST + 128)
-    write_columns(OUT, buffer, d, unit, FIRST + 192)
+    buffer, column = weights.index(WHICH), WHICH * HALF
+    write_columns(OUT, buffer, a, unit, column)
+    write_columns(OUT, buffer, b, unit, column + 64)
+    write_columns(OUT, buffer, c, unit, column + 128)
+    write_columns(OUT, buffer, d, unit, column + 192)
 
 
 @gluon.jit

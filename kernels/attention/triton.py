@@ -10,13 +10,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dsv4.kernels.attention import hopper, hopper_prefill
 from dsv4.kernels.attention.triton_tiles import attend, merge
 from dsv4.kernels.attention.triton_unpack import unpacked
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
+from dsv4.kernels.descriptors import described
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import (
     capability,
@@ -244,16 +243,11 @@ def _many(tile: Tile, splits: int, pools: tuple[_Pool, ...], q: torch.Tensor, qu
 def _attend_many(common: tuple, q, out, form: tuple, programs: int, dependent: bool) -> None:
     """common: as `_launch` has it, from the sink on; form: what is known when it is compiled."""
     sink, window, far, window_index, listing, seen, scale, T, H, W, K, _, *strides = common
+    queries, rows = (described(t.view(-1, t.shape[-1]), 64, columns) for t, columns in ((q, 256), (out, 64)))
     hopper_prefill.attend_many[(programs,)](
-        _described(q, 256), _described(out, 64), sink, window, far, window_index, listing, seen, scale, out.shape[0], T,
-        W, K, *strides[3:], H, *form, num_warps=4, maxnreg=168, launch_pdl=dependent,
+        queries, rows, sink, window, far, window_index, listing, seen, scale, out.shape[0], T, W, K, *strides[3:], H,
+        *form, num_warps=4, maxnreg=168, launch_pdl=dependent,
     )  # fmt: skip
-
-
-def _described(x: torch.Tensor, columns: int) -> TensorDescriptor:
-    """Of the rows of heads [..., 512], for copies of [64, columns]."""
-    layout = gl.NVMMASharedLayout.get_default_for([64, columns], gl.bfloat16)
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [64, columns], layout)
 
 
 def _merge(partial, lse, sink, out, dependent: bool) -> None:

@@ -1,9 +1,8 @@
 """Launches of `hopper`: MXFP4 experts of tokens rounded to FP8, for any number of tokens."""
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dsv4.kernels.descriptors import TYPES, described
 from dsv4.kernels.experts import hopper
 from dsv4.kernels.experts.hopper_order import arrange
 from dsv4.kernels.experts.hopper_weights import Unfit, largest_scales
@@ -16,7 +15,7 @@ USED = False  # not timed on a GPU yet (`scripts/tune_experts.py`): `experts` ta
 TOKENS = (8, 16, 32, 64)  # of a tile, at most; more do not fit in registers
 STAGES = {8: 12, 16: 11, 32: 10, 64: 8}  # by tokens of a tile, as many as fit in shared memory
 ALIGNED = 32  # fp32 that a copy at least has, because each begins at a multiple of 128 bytes of shared memory
-TYPES = {torch.bfloat16: gl.bfloat16}
+DTYPES = (torch.bfloat16,)  # of x
 
 
 def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
@@ -24,7 +23,7 @@ def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
     activations that are rounded to FP8. The first call for a weight reads all of it, and waits for the result."""
     if capability(x.device)[0] != 9:
         return Unfit("the device is not of capability 9")
-    if x.dtype not in TYPES:
+    if x.dtype not in DTYPES:
         return Unfit(f"x is in {x.dtype}")
     tops = (largest_scales(routed.w13), largest_scales(routed.w2))
     return next((top for top in tops if isinstance(top, Unfit)), None)
@@ -66,10 +65,10 @@ def _product(
     """With routing: gate and up projection, SwiGLU and rounding to FP8. Without: down projection."""
     rows = len(w.weight) * w.O
     hopper.product[(processors(x.device),)](
-        _described(w.weight.view(torch.int32).view(rows, -1), [128, 16], gl.int32),
-        _described(w.scale.view(torch.int32).view(rows, -1), [128, 4], gl.int32),
-        _described(x, [T, 128], gl.float8e4nv),
-        _described(scales, [1, max(T, ALIGNED)], gl.float32),
+        described(w.weight.view(torch.int32).view(rows, -1), 128, 16),
+        described(w.scale.view(torch.int32).view(rows, -1), 128, 4),
+        described(x, T, 128),
+        described(scales, 1, max(T, ALIGNED)),
         largest_scales(w),
         table,
         order,
@@ -88,7 +87,3 @@ def _product(
         num_warps=8,
         launch_pdl=True,
     )
-
-
-def _described(t: torch.Tensor, block: list[int], dtype: gl.dtype) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(t, block, gl.NVMMASharedLayout.get_default_for(block, dtype))

@@ -11,9 +11,8 @@ import triton.language as tl
 from dsv4.kernels.launch import dependent_launch
 from dsv4.kernels.linear.triton_words import begin
 from dsv4.kernels.quantize.triton_codes import (
-    INTERPRETED,
+    e4m3_bytes,
     e4m3_exponent,
-    encode_e4m3,
     magnitude,
     power_of_two,
     widen,
@@ -128,11 +127,7 @@ def _quantise(X, CODES, SCALES, row, live, rows, K: tl.constexpr, R: tl.constexp
     x = tl.reshape(x, [R, C // 128, 128])
     exponent = e4m3_exponent(tl.max(magnitude(x), 2))
     x *= power_of_two(-exponent)[:, :, None]
-    if INTERPRETED:
-        codes = encode_e4m3(x).to(tl.uint8)
-    else:
-        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    codes = tl.permute(tl.reshape(codes, [R, C // 128, 4, 8, 4]), (0, 1, 3, 2, 4))
+    codes = tl.permute(tl.reshape(e4m3_bytes(x), [R, C // 128, 4, 8, 4]), (0, 1, 3, 2, 4))
     tl.store(CODES + row.to(tl.int64)[:, None] * K + c[None, :], tl.reshape(codes, [R, C]), mask=live[:, None])
     block = tl.program_id(1) * (C // 128) + tl.arange(0, C // 128)
     tl.store(SCALES + block[None, :] * rows + row[:, None], power_of_two(exponent), mask=live[:, None])

@@ -58,8 +58,8 @@ def scores(Q, FACTORS, ENDS, KEYS, SCALES, SCORES, B, T, padded, parts, width, S
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
-            (score_even_pages, (FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES)),
-            (score_odd_pages, (FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES)),
+            (score_pages, (0, FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES)),
+            (score_pages, (1, FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES)),
             (copy_operands, (Q, KEYS, ENDS, q, k, barriers, sizes, STAGES)),
         ],
         [4, 1],
@@ -130,16 +130,6 @@ def copy_operands(Q, KEYS, ENDS, q, k, barriers, sizes, STAGES: gl.constexpr):
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def score_even_pages(FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES: gl.constexpr):
-    score_pages(0, FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES)
-
-
-@gluon.jit
-def score_odd_pages(FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES: gl.constexpr):
-    score_pages(1, FACTORS, ENDS, SCALES, SCORES, q, k, barriers, sizes, STAGES)
 
 
 @gluon.jit

@@ -17,17 +17,16 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.cache_rows import KEY_FORMATS, PackedRows
+from dsv4.kernels.descriptors import described
 from dsv4.kernels.indexer import hopper
 from dsv4.kernels.indexer.triton_keys import PLAIN
 from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, processors
-from dsv4.kernels.linear.triton_fp8 import described
 from dsv4.kernels.linear.triton_words import launch_dependents, wait_for_dependencies
 from dsv4.kernels.quantize.triton_codes import (
-    INTERPRETED,
     decode_e2m1,
     decode_e4m3,
     decode_e8m0,
-    encode_e4m3,
+    e4m3_bytes,
     magnitude,
     power_of_two,
     widen,
@@ -142,8 +141,7 @@ def _coded_rows(x):
     k = (amax >> 23) - 135 + ((amax & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 = 1.75·2^8
     k = tl.where(finite, tl.maximum(k, -125), 0)
     x *= power_of_two(-k)[:, None]
-    codes = encode_e4m3(x).to(tl.uint8) if INTERPRETED else x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return codes, k, finite
+    return e4m3_bytes(x), k, finite
 
 
 @triton.jit(do_not_specialize=["T", "padded", "n", "known"])

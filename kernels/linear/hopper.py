@@ -60,8 +60,8 @@ def product(
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
-            (multiply_first, (OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
-            (multiply_second, (OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
+            (multiply, (0, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
+            (multiply, (1, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
             (copy_tiles, ((X, W), rings, barriers, N, O, K, SPLIT, GROUP, STAGES)),
         ],
         [4, 1],
@@ -123,22 +123,6 @@ def copy_tiles(
             tma.async_copy_global_to_shared(W, [row, block * COLUMNS], ready, w_ring.index(stage))
             tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, x_ring.index(stage))
         number, begin = number + 1, 0
-
-
-@gluon.jit
-def multiply_first(
-    OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    multiply(0, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)
-
-
-@gluon.jit
-def multiply_second(
-    OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    multiply(1, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)
 
 
 @gluon.jit

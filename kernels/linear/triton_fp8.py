@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from dsv4.kernels.descriptors import described
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dependent_launch, interpreting, processors
 from dsv4.kernels.linear import hopper
@@ -25,8 +24,8 @@ from dsv4.kernels.quantize.triton_codes import (
     INTERPRETED,
     decode_e4m3,
     decode_e8m0,
+    e4m3_bytes,
     e4m3_exponent,
-    encode_e4m3,
     magnitude,
     narrow,
     power_of_two,
@@ -95,8 +94,8 @@ def _quantise(X, x_stride, CODES, EXPONENTS, N, K: tl.constexpr, R: tl.constexpr
     wait_for_dependencies(EARLY)
     x = widen(tl.load(X + row[:, None] * x_stride + c, mask=live[:, None], other=0.0))
     exponent = e4m3_exponent(tl.max(magnitude(x), 1))
-    codes = encode_e4m3(x * power_of_two(-exponent)[:, None])
-    tl.store(CODES + row[:, None] * K + c, codes.to(tl.uint8), mask=live[:, None])
+    codes = e4m3_bytes(x * power_of_two(-exponent)[:, None])
+    tl.store(CODES + row[:, None] * K + c, codes, mask=live[:, None])
     tl.store(EXPONENTS + block * N + row, exponent.to(tl.int8), mask=live)
 
 
@@ -113,14 +112,6 @@ def product(codes: torch.Tensor, exponents: torch.Tensor, h: Held, out: torch.Te
         x, w, y, exponents, h.scale, N, N, h.O, h.K, tile.split, group, tile.stages(out.dtype), num_warps=4,
         maxnreg=168, launch_pdl=dependent_launch(device),
     )  # fmt: skip
-
-
-def described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a matrix, for copies of [rows, columns]."""
-    dtype = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[x.dtype]
-    return TensorDescriptor.from_tensor(
-        x, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-    )
 
 
 def _check(h: Held, device: torch.device) -> None:

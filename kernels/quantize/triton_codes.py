@@ -116,6 +116,17 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def e4m3_bytes(x):
+    """fp32 → E4M3 bytes uint8, as `encode_e4m3`, by the conversion of capability 8.9 and later, which the interpreter
+    lacks."""
+    if INTERPRETED:
+        codes = encode_e4m3(x).to(tl.uint8)
+    else:
+        codes = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return codes
+
+
+@triton.jit
 def decode_e4m3(byte):
     """E4M3 byte (any integer type) → fp32; S.1111.111 is NaN."""
     byte = byte.to(tl.int32)
