@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors
-from dsv4.kernels.linear.triton_streams import FORMATS, SLOTS, to_l2
+from dsv4.kernels.linear.triton_streams import BITS_BY_NUMBER, FORMATS, NAMES, SLOTS, own, to_l2
 from dsv4.kernels.linear.triton_tiles import order, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held
 from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents, wait_for_dependencies
@@ -158,21 +158,15 @@ def _kind(
     MOST: tl.constexpr,
 ):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
-    WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
-    FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
-    FORMAT: tl.constexpr = WIDE if NUMBER < 2 else "fp8" if NUMBER == 2 else FP4
+    FORMAT: tl.constexpr = NAMES[NUMBER]
     PER: tl.constexpr = 0 if NUMBER < 2 else 2 if NUMBER == 2 else 4
-    w, scale, glob, y, rows, start = W[BEGIN], S[BEGIN], G[BEGIN], Y[BEGIN], ROWS[BEGIN], STARTS[BEGIN]
-    for i in tl.static_range(BEGIN + 1, END):
-        w, y = tl.where(pid >= STARTS[i], W[i], w), tl.where(pid >= STARTS[i], Y[i], y)
-        rows, start = tl.where(pid >= STARTS[i], ROWS[i], rows), tl.where(pid >= STARTS[i], STARTS[i], start)
-        if scale is not None:
-            scale = tl.where(pid >= STARTS[i], S[i], scale)
-        if glob is not None:
-            glob = tl.where(pid >= STARTS[i], G[i], glob)
-    first = (pid - start) * R
-    ROW_BYTES: tl.constexpr = K * (32 if NUMBER == 0 else 16 if NUMBER == 1 else 8 if NUMBER == 2 else 4) // 8
-    bring_to_l2(w, first, rows, R, ROW_BYTES, MOST)
+    w, y, scale, glob = own(pid, W, STARTS, BEGIN, END), own(pid, Y, STARTS, BEGIN, END), S[BEGIN], G[BEGIN]
+    if scale is not None:
+        scale = own(pid, S, STARTS, BEGIN, END)
+    if glob is not None:
+        glob = own(pid, G, STARTS, BEGIN, END)
+    rows, first = own(pid, ROWS, STARTS, BEGIN, END), (pid - own(pid, STARTS, STARTS, BEGIN, END)) * R
+    bring_to_l2(w, first, rows, R, K * BITS_BY_NUMBER[NUMBER] // 8, MOST)
     wait_for_dependencies(EARLY)
     o, t = first + tl.arange(0, R), (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
     row = tl.minimum(o, rows - 1).to(tl.int64)

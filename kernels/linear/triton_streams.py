@@ -7,11 +7,12 @@ import triton.language as tl
 
 from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
-from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.linear.triton_weights import BITS, Held
 from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents
 from dsv4.kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # formats by number, as a kernel's constant takes them in a tuple
+NAMES, BITS_BY_NUMBER = tl.constexpr(FORMATS), tl.constexpr(tuple(BITS[form] for form in FORMATS))
 TOKENS = 16  # more tokens need more products than fit in the time of reading the weight
 SLOTS = 6  # weights of a launch
 # Bytes of weights that programs which run at once may ask for before they wait for earlier kernels, in all: they come
@@ -130,6 +131,16 @@ def stream(
 
 
 @triton.jit
+def own(pid, OF, STARTS: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr):
+    """What belongs to a program of one of the weights BEGIN … END. OF, STARTS: tuples by weight, STARTS of their first
+    programs."""
+    found = OF[BEGIN]
+    for i in tl.static_range(BEGIN + 1, END):
+        found = tl.where(pid >= STARTS[i], OF[i], found)
+    return found
+
+
+@triton.jit
 def _kind(
     pid,
     X,
@@ -162,21 +173,15 @@ def _kind(
     MOST: tl.constexpr,
 ):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
-    WIDE: tl.constexpr = "fp32" if NUMBER == 0 else "bf16"
-    FP4: tl.constexpr = "mxfp4" if NUMBER == 3 else "nvfp4"
-    FORMAT: tl.constexpr = WIDE if NUMBER < 2 else "fp8" if NUMBER == 2 else FP4
-    w, scale, glob, y, rows, start = W[BEGIN], S[BEGIN], G[BEGIN], Y[BEGIN], ROWS[BEGIN], STARTS[BEGIN]
-    for i in tl.static_range(BEGIN + 1, END):
-        w, y = tl.where(pid >= STARTS[i], W[i], w), tl.where(pid >= STARTS[i], Y[i], y)
-        rows, start = tl.where(pid >= STARTS[i], ROWS[i], rows), tl.where(pid >= STARTS[i], STARTS[i], start)
-        if scale is not None:
-            scale = tl.where(pid >= STARTS[i], S[i], scale)
-        if glob is not None:
-            glob = tl.where(pid >= STARTS[i], G[i], glob)
-    first = (pid - start) * (8 * RH)
+    FORMAT: tl.constexpr = NAMES[NUMBER]
     launch_dependents(EARLY)
-    ROW_BYTES: tl.constexpr = K * (32 if NUMBER == 0 else 16 if NUMBER == 1 else 8 if NUMBER == 2 else 4) // 8
-    bring_to_l2(w, first, rows, 8 * RH, ROW_BYTES, MOST)
+    w, y, scale, glob = own(pid, W, STARTS, BEGIN, END), own(pid, Y, STARTS, BEGIN, END), S[BEGIN], G[BEGIN]
+    if scale is not None:
+        scale = own(pid, S, STARTS, BEGIN, END)
+    if glob is not None:
+        glob = own(pid, G, STARTS, BEGIN, END)
+    rows, first = own(pid, ROWS, STARTS, BEGIN, END), (pid - own(pid, STARTS, STARTS, BEGIN, END)) * (8 * RH)
+    bring_to_l2(w, first, rows, 8 * RH, K * BITS_BY_NUMBER[NUMBER] // 8, MOST)
     if GROUPED:
         before = tl.program_id(0).to(tl.int64) * (8 * NH)
         X, y, N = X + before * x_stride, y + before * rows, N - before.to(tl.int32)
