@@ -6,7 +6,6 @@ The second is first held against the first. A line: µs of both, cold L2, TFLOPS
 over the largest number.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -20,18 +19,15 @@ from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat, pack_layout
 from dsv4.kernels.cache_rows.triton import write_rows
 from dsv4.kernels.widths import FLASH
 from scripts.bench.timing import Clock
+from scripts.bench.tuning import asked
 
 H, D, WINDOW = FLASH.num_attention_heads, FLASH.head_dim, FLASH.sliding_window
 REPLAYS = 20
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[256, 1024, 4096])
-    parser.add_argument("--seconds", type=float, default=100.0)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: kernels are timed on a CUDA device; there is none", file=sys.stderr)
+    args = asked(__doc__, "kernels", (256, 1024, 4096), 100.0)
+    if args is None:
         return 2
     begun, wrong, clock = time.monotonic(), 0, Clock()
     for N in args.tokens:

@@ -9,7 +9,6 @@ relative L2. The tiles that would be chosen come first, for each number of token
 each kernel adds, with the fastest tile.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.kernels.widths import FLASH
 from scripts.bench.timing import Clock, device_kernels, read_bandwidth
+from scripts.bench.tuning import asked
 
 NUMBERS = (1, 8, 16, 32, 64, 256, 1024, 4096)
 FEWER = 3  # stages less than fit
@@ -109,12 +109,8 @@ def chosen(tile: Tile):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=list(NUMBERS))
-    parser.add_argument("--seconds", type=float, default=300.0)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: tiles are timed on a CUDA device; there is none", file=sys.stderr)
+    args = asked(__doc__, "tiles", NUMBERS, 300.0)
+    if args is None:
         return 2
     begun, wrong, clock, stacks = time.monotonic(), 0, Clock(), weights()
     bandwidth = read_bandwidth(clock, torch.zeros(1 << 28, dtype=torch.int32, device="cuda"))

@@ -7,7 +7,6 @@ the activations, TFLOPS of the product, and how far the result is off, over the 
 `chosen`: the tile that `tile_for` gives.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from scripts.bench.timing import Clock
+from scripts.bench.tuning import asked
 
 SHAPES = ((4096, 4096), (4096, 8192), (32768, 1024), (1024, 4096))  # rows and columns of the weight
 PIPELINED = ((64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 3))  # tokens, rows, warps, stages
@@ -45,12 +45,8 @@ def ways(N: int, O: int) -> Iterator[tuple[str, Callable]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[16, 64, 256, 4096])
-    parser.add_argument("--seconds", type=float, default=200.0)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: tiles are timed on a CUDA device; there is none", file=sys.stderr)
+    args = asked(__doc__, "tiles", (16, 64, 256, 4096), 200.0)
+    if args is None:
         return 2
     begun, wrong, clock = time.monotonic(), 0, Clock()
     timed = lambda run: clock.runs([run], REPLAYS).cold_us

@@ -9,7 +9,6 @@ present selection, of its parts by codes, and of selections by codes with other 
 numbers of pages of keys in shared memory.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from dsv4.kernels.indexer.contract import RATIO
 from dsv4.kernels.indexer.triton_choose import choose, plan
 from dsv4.kernels.widths import FLASH
 from scripts.bench.timing import Clock
+from scripts.bench.tuning import asked
 
 SAMPLED, REPLAYS = 48, 10
 SCRATCH, STAGES = (96, 24, 48, 208), (8, 4, 12)  # MiB; pages; the first are tried with all of the other
@@ -35,13 +35,8 @@ ERROR, RECALL = 1e-3, 0.99  # of scores, at most; of selections by codes, at lea
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lengths = lambda text: [int(n) for n in text.split(",")]
-    parser.add_argument("--tokens", type=lengths, default=[1024, 8192, 32768, 131072])
-    parser.add_argument("--seconds", type=float, default=200.0)
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: selections are timed on a CUDA device; there is none", file=sys.stderr)
+    args = asked(__doc__, "selections", (1024, 8192, 32768, 131072), 200.0)
+    if args is None:
         return 2
     begun, wrong, clock = time.monotonic(), 0, Clock()
     for T in args.tokens:
