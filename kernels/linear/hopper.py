@@ -112,17 +112,18 @@ def copy_tiles(
     gdc_wait()
     for i in gl.static_range(AHEAD):
         tma.async_copy_global_to_shared(X, [first, i * COLUMNS], full.index(i), x_ring.index(i))
-    number, begin = 0, AHEAD
+    number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
         first, row = place(tile, N, O, R, T, GROUP)
-        for block in range(begin, BLOCKS):
+        # Of a variable that is AHEAD before the loop and 0 after a turn, Triton 3.6.0 and 3.7.1 make AHEAD.
+        for block in range(gl.where(number == 0, AHEAD, 0), BLOCKS):
             stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
             mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
             tma.async_copy_global_to_shared(W, [row, block * COLUMNS], ready, w_ring.index(stage))
             tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, x_ring.index(stage))
-        number, begin = number + 1, 0
+        number += 1
 
 
 @gluon.jit

@@ -1,5 +1,8 @@
 """Scalar codes: E8M0, E4M3 and E2M1, decoded and encoded bit by bit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 E4M3_MAX = 448.0
@@ -39,7 +42,24 @@ def round_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+# By device, because to make them copies from the host, which no CUDA graph may do.
 _VALUES: dict[torch.device, torch.Tensor] = {}
+_PAIRS: dict[torch.device, torch.Tensor] = {}  # both values of each of the 256 bytes
+
+
+@contextmanager
+def own_tables() -> Iterator[None]:
+    """While it lasts, tables are made anew, and then forgotten: of devices that only bear the names of real ones."""
+    tables = _VALUES, _PAIRS
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, were in zip(tables, before, strict=True):
+            table.clear()
+            table.update(were)
 
 
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +75,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """E2M1 codes (integer 0 … 15) → fp32."""
     table = _VALUES.get(code.device)
-    if table is None:  # cached by device: making it copies from the host, which no CUDA graph may do
+    if table is None:
         table = _VALUES[code.device] = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=code.device)
     return table.index_select(0, code.flatten().int()).view(code.shape)
 
@@ -63,9 +83,6 @@ def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
 def pack_e2m1(code: torch.Tensor) -> torch.Tensor:
     """Codes [..., K] → bytes [..., K/2]; the low nibble is the even index."""
     return code[..., 0::2] | (code[..., 1::2] << 4)
-
-
-_PAIRS: dict[torch.device, torch.Tensor] = {}  # by device: both values of each of the 256 bytes
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:

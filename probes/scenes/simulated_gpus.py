@@ -15,6 +15,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dsv4.kernels.quantize.formats import own_tables
+
 HOST = torch.device("cpu")
 MOVES = {"to", "cpu"}
 # what takes tensors from anywhere: fills the first one, or only asks
@@ -52,7 +54,7 @@ class _Simulation(TorchFunctionMode):
 def simulated() -> Iterator[None]:
     """While it lasts, 'cuda:N' is simulated, also where such a GPU exists. Operations raise RuntimeError for tensors on
     different devices."""
-    with _Simulation():
+    with _Simulation(), own_tables():
         yield
 
 

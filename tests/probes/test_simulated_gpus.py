@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dsv4.kernels.quantize import formats
 from dsv4.probes.scenes.simulated_gpus import simulated
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -63,3 +64,13 @@ def test_only_copies_move_numbers():
     there.fill_(7)
     assert other.device == SECOND and other.tolist() == [3, 1, 2, 3]
     assert (other @ other).item() == 23 and host.to(host.device) is host
+
+
+def test_tables_of_a_real_gpu_are_not_taken_and_come_back(monkeypatch):
+    """A GPU that was used before left its tables under the name of the simulated one."""
+    for table in (formats._VALUES, formats._PAIRS):
+        monkeypatch.setitem(table, FIRST, "of the GPU")
+    with simulated():
+        found = formats.unpack_e2m1(torch.tensor([0x72], dtype=torch.uint8, device=FIRST))
+        assert found.device == FIRST and found.tolist() == [1.0, 6.0]
+    assert formats._VALUES[FIRST] == formats._PAIRS[FIRST] == "of the GPU"
