@@ -9,6 +9,7 @@ over the largest number.
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -37,8 +38,9 @@ def main() -> int:
                 print("not begun: the time was up")
                 return int(bool(wrong))
             found = []
-            for triton.MANY in (False, True):
-                found.append((run().float(), clock.runs([run], REPLAYS).cold_us))
+            for takes in (lambda *given: False, triton._many):
+                with patch.object(triton, "_many", takes):
+                    found.append((run().float(), clock.runs([run], REPLAYS).cold_us))
             (right, before), (out, after) = found
             off = float((out - right).abs().max() / right.abs().max())
             wrong += not off < 0.01

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.kernels.experts import hopper_launch, triton
 from dsv4.kernels.experts.contract import expert_work
 from dsv4.kernels.experts.hopper_launch import STAGES, TOKENS, tile_tokens, unfit
+from dsv4.kernels.experts.hopper_weights import Unfit
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
@@ -68,7 +69,7 @@ class Bench:
         self.arguments = (x, indices, torch.rand(N, k, device="cuda"), *stacks, FLASH.swiglu_limit, True)
         self.bytes = expert_work(*self.arguments).bytes
         self.times: dict[Tile, float] = {}
-        with patch.object(hopper_launch, "USED", False):
+        with patch.object(hopper_launch, "unfit", lambda x, routed: Unfit("beside it")):
             self.right = self.run()
             self.found("other kernels", self.run)
 
@@ -104,7 +105,7 @@ class Bench:
 def chosen(tile: Tile):
     """While it lasts, `experts` multiplies codes with this tile."""
     return patch.multiple(
-        hopper_launch, USED=True, STAGES={tile.tokens: tile.stages}, tile_tokens=lambda P, E: tile.tokens
+        hopper_launch, STAGES={tile.tokens: tile.stages}, tile_tokens=lambda P, E: tile.tokens
     )
 
 

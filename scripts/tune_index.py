@@ -30,7 +30,7 @@ from scripts.bench.timing import Clock
 from scripts.bench.tuning import asked
 
 SAMPLED, REPLAYS = 48, 10
-SCRATCH, STAGES = (96, 24, 48, 208), (8, 4, 12)  # MiB; pages; the first are tried with all of the other
+SCRATCH, STAGES = (208, 96, 416), (8, 4, 12)  # MiB; pages; the first are tried with all of the other
 ERROR, RECALL = 1e-3, 0.99  # of scores, at most; of selections by codes, at least
 
 
@@ -67,7 +67,8 @@ def prompt(T: int) -> tuple:
 def by_codes(given: tuple, scratch: int = SCRATCH[0], stages: int = STAGES[0]) -> torch.Tensor:
     with ExitStack() as changes:
         for where, name, value in (
-            (triton, "CODES", 1),
+            (triton, "CODED_PAIRS", 1),
+            (triton, "CODED_QUERIES", 1),
             (triton, "CODES_SCRATCH_BYTES", scratch << 20),
             (triton_fp8, "STAGES", stages),
         ):

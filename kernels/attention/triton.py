@@ -29,7 +29,6 @@ from dsv4.kernels.launch import (
 
 LOG2E = 1 / math.log(2)
 MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in registers
-MANY = False  # whether `hopper_prefill` takes many queries: not before it is timed on a GPU
 UNPACKED_BYTES = 128 << 20  # of the rows of a call that are unpacked for `hopper_prefill`, at most
 MERGED = 2048  # numbers that a program, one warp, merges at a time
 FEW = 16  # queries of a batch row that are planned as one
@@ -237,7 +236,7 @@ def _many(tile: Tile, splits: int, pools: tuple[_Pool, ...], q: torch.Tensor, qu
     H, programs = q.shape[2], processors(q.device)
     whole = H % 64 == 0 and q.is_contiguous() and queries * H // 64 > programs and window > 0
     rows = sum(p.data.numel() // p.row * PAGE for p in pools if p.packed)
-    return MANY and whole and tile.copied and splits == 1 and rows * q.shape[-1] * 2 <= UNPACKED_BYTES
+    return whole and tile.copied and splits == 1 and rows * q.shape[-1] * 2 <= UNPACKED_BYTES
 
 
 def _attend_many(common: tuple, q, out, form: tuple, programs: int, dependent: bool) -> None:

@@ -4,8 +4,7 @@ With few tokens, in all (TOKENS at most) or per expert (MEAN), reading the weigh
 once for all tokens of an expert (`triton_decode`): sort, gate and up projection with SwiGLU, down projection, sum; one
 token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
 
-In official numerics Hopper can multiply the codes themselves (`hopper_launch`), for any number of tokens. It does where
-`hopper_launch.USED` is set.
+In official numerics Hopper multiplies the codes themselves (`hopper_launch`), for any number of tokens.
 """
 
 from typing import Any
@@ -85,7 +84,7 @@ def _mixture(
     beside = _shared(name, x, shared, simulate_shared)
     if not N:
         return torch.empty(0, d, dtype=dtype or torch.float32, device=x.device)
-    coded = pairs is not None and simulate and hopper_launch.USED and hopper_launch.unfit(x, pairs) is None
+    coded = pairs is not None and simulate and hopper_launch.unfit(x, pairs) is None
     few = pairs is not None and not coded and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= (BESIDE if streams else TOKENS)

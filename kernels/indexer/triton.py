@@ -14,10 +14,10 @@ from dsv4.kernels.launch import processors, require_device
 
 SCRATCH_BYTES = 48 << 20  # of scores: about what the L2 cache of an H100 holds
 ALIGNED = 64  # entries to which a row of scores is padded
-# tokens of a row from which rounded queries are scored as codes; None: never, until it is timed by
-# `scripts/tune_index.py`
-CODES: int | None = None
-CODES_SCRATCH_BYTES = 96 << 20  # of their scores
+# Pairs of a query and an entry, of a batch row, from which rounded queries are scored as codes, and queries that there
+# are at least. (`scripts/tune_index.py` on an H200: 2^18 pairs take 27 µs and 25 otherwise, 2^24 304 and 472.)
+CODED_PAIRS, CODED_QUERIES = 1 << 20, 64
+CODES_SCRATCH_BYTES = 208 << 20  # of their scores
 
 
 def index_scores(
@@ -67,7 +67,7 @@ def select_entries(
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
     result is every visible entry, and −1 for the others. So is that of a query that sees at most k, if it is one of
-    many. At most 48 MiB of scores (96 of codes) exist at a time, or those of one query if these are more.
+    many. At most 48 MiB of scores (208 of codes) exist at a time, or those of one query if these are more.
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T]. rounded: q,
     and keys that are not packed, were rounded by `simulate_fp4_blocks`: they may be multiplied as FP8 codes
@@ -83,7 +83,7 @@ def select_entries(
     if n == k:
         choose_visible(visible, out)
         return out
-    coded = rounded and CODES is not None and T >= CODES and triton_fp8.takes(q, keys)
+    coded = rounded and T >= CODED_QUERIES and T * n >= CODED_PAIRS and triton_fp8.takes(q, keys)
     (_select_by_codes if coded else _select_by_products)(q, weights, keys, visible, n, k, out)
     return out
 

@@ -143,13 +143,12 @@ def attention_of_many() -> None:
     empty = lambda *shape, dtype=torch.bfloat16: torch.empty(*shape, dtype=dtype, device="meta")
     index = lambda *shape: empty(*shape, dtype=torch.int64)
     rows, sink = empty(8192, D), empty(H, dtype=torch.float32)
-    with patch.object(attention, "MANY", True):
-        q, window = empty(1, N, H, D), index(N, FLASH.sliding_window)
-        attention.sparse_attention(q[0], rows, window, rows, index(N, FLASH.index_topk), sink, D**-0.5)
-        attention.hca_attention(q, rows, window, rows[None], index(1, N), sink, D**-0.5)
-        pages = empty(128, pack_layout(RowFormat.KV_FP8, D, FLASH.qk_rope_head_dim).page, dtype=torch.uint8)
-        packed = PackedRows(RowFormat.KV_FP8, pages, D, FLASH.qk_rope_head_dim, 8192)
-        attention.sparse_attention(q[0], packed, window, packed, index(N, FLASH.index_topk), sink, D**-0.5)
+    q, window = empty(1, N, H, D), index(N, FLASH.sliding_window)
+    attention.sparse_attention(q[0], rows, window, rows, index(N, FLASH.index_topk), sink, D**-0.5)
+    attention.hca_attention(q, rows, window, rows[None], index(1, N), sink, D**-0.5)
+    pages = empty(128, pack_layout(RowFormat.KV_FP8, D, FLASH.qk_rope_head_dim).page, dtype=torch.uint8)
+    packed = PackedRows(RowFormat.KV_FP8, pages, D, FLASH.qk_rope_head_dim, 8192)
+    attention.sparse_attention(q[0], packed, window, packed, index(N, FLASH.index_topk), sink, D**-0.5)
 
 
 def sums_of_experts() -> Iterator[tuple[str, Callable]]:
@@ -174,11 +173,10 @@ def experts_of_codes(tokens: int) -> None:
 
 def selections_by_codes() -> None:
     """Of rounded queries of a prompt, with keys in each format, where there is such a kernel."""
-    with patch.object(indexer, "CODES", 1):
-        for keys in STREAM_FORMATS["index"]:
-            sizes = dict(keys=keys, entries=8192, prompt=True, k=FLASH.index_topk)
-            *given, _ = productions()["select_entries"].drawn(FLASH, 0, "meta", **sizes)
-            indexer.select_entries(*given, True)
+    for keys in STREAM_FORMATS["index"]:
+        sizes = dict(keys=keys, entries=8192, prompt=True, k=FLASH.index_topk)
+        *given, _ = productions()["select_entries"].drawn(FLASH, 0, "meta", **sizes)
+        indexer.select_entries(*given, True)
 
 
 def exchanges(ranks: int) -> Iterator[tuple[str, Callable]]:

@@ -267,7 +267,8 @@ def selecting_codes(monkeypatch, seed: int, scratch: int) -> list[int]:
     for name, found in (("processors", 2), ("dot_in_fp32", False), ("capability", (9, 0))):
         monkeypatch.setattr(triton_fp8, name, lambda x, found=found: found)
     monkeypatch.setattr(triton, "processors", lambda device: 2)
-    monkeypatch.setattr(triton, "CODES", 1)
+    monkeypatch.setattr(triton, "CODED_PAIRS", 1)
+    monkeypatch.setattr(triton, "CODED_QUERIES", 1)
     monkeypatch.setattr(triton, "CODES_SCRATCH_BYTES", scratch)
     monkeypatch.setattr(hopper, "scores", OnCPU(hopper.scores, seed))
     launch = triton_fp8.launch_codes
@@ -276,14 +277,16 @@ def selecting_codes(monkeypatch, seed: int, scratch: int) -> list[int]:
     return chunks
 
 
-@pytest.mark.parametrize("what", ["not rounded", "few", "other heads", "fp32 keys", "fp32 queries", "no Hopper"])
+@pytest.mark.parametrize("what", ["not rounded", "few", "few pairs", "other heads", "fp32 keys", "fp32 queries", "no Hopper"])
 def test_other_calls_multiply_no_codes(what, monkeypatch):
     few, heads = (3 if what == "few" else 4), (32 if what == "other heads" else H)
     q, keys = drawn(2, few, heads, seed=1).bfloat16(), drawn(2, 40, seed=2).bfloat16()
     given = [q, torch.ones(2, few, heads), keys, causal(2, few, 40)]
     chunks = selecting_codes(monkeypatch, 0, 1 << 20)
-    monkeypatch.setattr(triton, "CODES", 4)
+    monkeypatch.setattr(triton, "CODED_QUERIES", 4)
     monkeypatch.setattr(triton_fp8, "dot_in_fp32", lambda x: x.dtype is torch.float32)
+    if what == "few pairs":
+        monkeypatch.setattr(triton, "CODED_PAIRS", 4 * 40 + 1)
     if what == "fp32 queries":
         given[0] = q.float()
     if what == "fp32 keys":
