@@ -52,8 +52,8 @@ parallel() {
 }
 tiles() {
   local wrong=0 script
-  for script in fp8 attention experts index prefetch; do
-    "$python" "scripts/tune_$script.py" --seconds $((LIMIT / 6)) || wrong=1
+  for script in fp8 attention experts index; do
+    "$python" "scripts/tune_$script.py" --seconds $((LIMIT / 5)) || wrong=1
   done
   return $wrong
 }

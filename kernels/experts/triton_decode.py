@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
-from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents, wait_for_dependencies
+from dsv4.kernels.linear.triton_words import launch_dependents, wait_for_dependencies
 from dsv4.kernels.quantize.triton_codes import narrow, rounded
 
 
@@ -36,17 +36,6 @@ def _after(shared):
     """The first tile of a program after the `shared` tiles, which programs take in turn."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     return program + tl.cdiv(tl.maximum(shared - program, 0), programs) * programs - shared
-
-
-@triton.jit
-def _ask(W, INDICES, TABLE, blocks, shared, D: tl.constexpr, RH: tl.constexpr, WORDS: tl.constexpr, MOST: tl.constexpr):
-    """Ask for the rows of a program's first tile of `down`, see `bring_to_l2`."""
-    ROWS = (D + 8 * RH - 1) // (8 * RH)
-    tile, found = _after(shared), blocks if TABLE is None else tl.load(TABLE, cache_modifier=".cg")
-    if tile < found * ROWS:
-        e, _, _ = _block(TABLE, INDICES, tile // ROWS, blocks)
-        if e >= 0:
-            bring_to_l2(W + e.to(tl.int64) * WORDS, tile % ROWS * (8 * RH), D, 8 * RH, WORDS * 4 // D, MOST)
 
 
 @triton.jit
@@ -447,15 +436,12 @@ def down(
     NH_S: tl.constexpr,
     EARLY: tl.constexpr,
     SPLIT: tl.constexpr,
-    MOST: tl.constexpr,
 ):
     """Down projection: Y [P, D] of the pairs and YS [N, D] of the shared expert. Arguments as for `gate_up`."""
     launch_dependents(EARLY)
     groups = tl.cdiv(N, 8 * NH_S)
     shared = 0 if W2 is None else tl.cdiv(D, 8 * RH_S) * groups
     programs = tl.num_programs(0)
-    if MOST > 0 and W is not None:  # which experts there are was known before `gate_up` let this kernel start
-        _ask(W, INDICES, TABLE, blocks, shared, D, RH, WORDS, MOST)
     if W2 is not None:
         for tile in range(tl.program_id(0), shared, programs):
             token = tile % groups * (8 * NH_S)
@@ -483,7 +469,7 @@ def down(
                 APART_S,
                 EARLY,
             )
-    if W is not None:
+    if W is not None:  # which experts there are was known before `gate_up` let this kernel start
         ROWS: tl.constexpr = (D + 8 * RH - 1) // (8 * RH)
         found = blocks if TABLE is None else tl.load(TABLE, cache_modifier=".cg")
         for tile in range(_after(shared), found * ROWS, programs):

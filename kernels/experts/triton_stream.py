@@ -8,7 +8,7 @@ import triton
 from dsv4.kernels.experts.triton_decode import down, gate_up
 from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.launch import dot_in_fp32, processors
-from dsv4.kernels.linear.triton_streams import TOKENS, apart, early, to_l2, warps
+from dsv4.kernels.linear.triton_streams import TOKENS, apart, early, warps
 from dsv4.kernels.linear.triton_weights import Held
 
 DYNAMIC = 512  # pairs up to which every possible tile has a program, so that the hardware balances them
@@ -186,7 +186,6 @@ def stream_experts(
         few,
         ahead,
         larger,
-        to_l2(programs, x.device),
         num_warps=ks,
         num_stages=1,
         launch_pdl=ahead > 0,

@@ -17,10 +17,10 @@ from dsv4.kernels.linear import reference, triton_fp8
 from dsv4.kernels.linear import triton_batch as batch
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
-from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, to_l2, warps
+from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
 from dsv4.kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held, check, hold
-from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents
+from dsv4.kernels.linear.triton_words import launch_dependents
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import narrow
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
@@ -181,8 +181,6 @@ def grouped(
         turned,
         apart(h, fp32, N),
         ahead,
-        h.row_bytes,
-        to_l2(tiles, x.device),
         num_warps=ks,
         num_stages=1,
         launch_pdl=ahead > 0,
@@ -216,14 +214,11 @@ def _grouped(
     TURNED: tl.constexpr,
     APART: tl.constexpr,
     EARLY: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    MOST: tl.constexpr,
 ):
     launch_dependents(EARLY)
     PROGRAMS: tl.constexpr = (R + 8 * RH - 1) // (8 * RH)
     group = tl.program_id(0) // PROGRAMS
     first, rows = group * R + (tl.program_id(0) % PROGRAMS) * (8 * RH), (group + 1) * R
-    bring_to_l2(W, first, rows, 8 * RH, ROW_BYTES, MOST)
     token, mine = tokens(KS, NH, APART)
     T: tl.constexpr = 2 if APART else 8 * NH
     o, t = first + tl.arange(0, 8 * RH), tl.arange(0, T)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from dsv4.kernels.launch import capability, dependent_launch, dot_in_fp32, next_power, processors
-from dsv4.kernels.linear.triton_streams import BITS_BY_NUMBER, FORMATS, NAMES, SLOTS, own, to_l2
+from dsv4.kernels.linear.triton_streams import FORMATS, NAMES, SLOTS, own
 from dsv4.kernels.linear.triton_tiles import order, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held
-from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents, wait_for_dependencies
+from dsv4.kernels.linear.triton_words import begin
 from dsv4.kernels.quantize.triton_codes import narrow
 
 MOST = 64  # tokens
@@ -107,7 +107,6 @@ def tiles(
         head,
         0 if turns is None else turns.shape[1],
         early,
-        to_l2(first, x.device),
         num_warps=8 if tokens == 64 and capability(x.device)[0] not in WGMMA else 4,
         num_stages=_stages(first, fp32, x.device),
         launch_pdl=early,
@@ -154,8 +153,6 @@ def _kind(
     GROUPS: tl.constexpr,
     HEAD: tl.constexpr,
     TURNED: tl.constexpr,
-    EARLY: tl.constexpr,
-    MOST: tl.constexpr,
 ):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     FORMAT: tl.constexpr = NAMES[NUMBER]
@@ -166,8 +163,6 @@ def _kind(
     if glob is not None:
         glob = own(pid, G, STARTS, BEGIN, END)
     rows, first = own(pid, ROWS, STARTS, BEGIN, END), (pid - own(pid, STARTS, STARTS, BEGIN, END)) * R
-    bring_to_l2(w, first, rows, R, K * BITS_BY_NUMBER[NUMBER] // 8, MOST)
-    wait_for_dependencies(EARLY)
     o, t = first + tl.arange(0, R), (tl.program_id(0) * T + tl.arange(0, T)).to(tl.int64)
     row = tl.minimum(o, rows - 1).to(tl.int64)
     if GROUPS > 1:  # whose rows are whole tiles
@@ -249,14 +244,13 @@ def _tiles(
     HEAD: tl.constexpr,
     TURNED: tl.constexpr,
     EARLY: tl.constexpr,
-    MOST: tl.constexpr,
 ):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, columns of a tile, first and last
     weight, first and last program; STARTS, ROWS: first program and rows of each weight.
     Programs: T tokens, by R rows."""
     W, S, G, Y = (W0, W1, W2, W3, W4, W5), (S0, S1, S2, S3, S4, S5), (G0, G1, G2, G3, G4, G5), (Y0, Y1, Y2, Y3, Y4, Y5)
     pid = tl.program_id(1)
-    launch_dependents(EARLY)
+    begin(EARLY)
     for c in tl.static_range(0, len(KINDS), 11):
         if (pid >= KINDS[c + 9]) & (pid < KINDS[c + 10]):
             _kind(
@@ -288,6 +282,4 @@ def _tiles(
                 GROUPS,
                 HEAD,
                 TURNED,
-                EARLY,
-                MOST,
             )

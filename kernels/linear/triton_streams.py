@@ -7,29 +7,20 @@ import triton.language as tl
 
 from dsv4.kernels.launch import dependent_launch, dot_in_fp32, next_power, processors
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
-from dsv4.kernels.linear.triton_weights import BITS, Held
-from dsv4.kernels.linear.triton_words import bring_to_l2, launch_dependents
+from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.linear.triton_words import launch_dependents
 from dsv4.kernels.quantize.triton_codes import narrow
 
 FORMATS = ("fp32", "bf16", "fp8", "mxfp4", "nvfp4")  # formats by number, as a kernel's constant takes them in a tuple
-NAMES, BITS_BY_NUMBER = tl.constexpr(FORMATS), tl.constexpr(tuple(BITS[form] for form in FORMATS))
+NAMES = tl.constexpr(FORMATS)
 TOKENS = 16  # more tokens need more products than fit in the time of reading the weight
 SLOTS = 6  # weights of a launch
-# Bytes of weights that programs which run at once may ask for before they wait for earlier kernels, in all: they come
-# to the L2 cache while those end. 0: not before it is timed on a GPU (`scripts/tune_prefetch.py`).
-TO_L2 = 0
-RESIDENT = 10  # programs on a multiprocessor, at most
 AHEAD = 2  # steps of a weight that are fetched before the wait for earlier kernels, at most two
 
 
 def early(device: torch.device) -> int:
     """The EARLY of `skinny`: 1 + the steps of a weight that are issued before a kernel waits for earlier ones."""
     return 1 + AHEAD if dependent_launch(device) else 0
-
-
-def to_l2(programs: int, device: torch.device) -> int:
-    """Bytes that each of so many programs may ask for, see `bring_to_l2`."""
-    return TO_L2 // min(programs, RESIDENT * processors(device)) if dependent_launch(device) else 0
 
 
 def apart(h: Held, fp32: bool, tokens: int) -> bool:
@@ -123,7 +114,6 @@ def stream(
         N <= 2,
         N > TOKENS,
         ahead,
-        to_l2(first, x.device),
         num_warps=ks,
         num_stages=1,
         launch_pdl=ahead > 0,
@@ -170,7 +160,6 @@ def _kind(
     FEW: tl.constexpr,
     GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
-    MOST: tl.constexpr,
 ):
     """A program of weights BEGIN … END, which are of one kind. W, S, G, Y, STARTS, ROWS: tuples by weight."""
     FORMAT: tl.constexpr = NAMES[NUMBER]
@@ -181,7 +170,6 @@ def _kind(
     if glob is not None:
         glob = own(pid, G, STARTS, BEGIN, END)
     rows, first = own(pid, ROWS, STARTS, BEGIN, END), (pid - own(pid, STARTS, STARTS, BEGIN, END)) * (8 * RH)
-    bring_to_l2(w, first, rows, 8 * RH, K * BITS_BY_NUMBER[NUMBER] // 8, MOST)
     if GROUPED:
         before = tl.program_id(0).to(tl.int64) * (8 * NH)
         X, y, N = X + before * x_stride, y + before * rows, N - before.to(tl.int32)
@@ -261,7 +249,6 @@ def _streamed(
     FEW: tl.constexpr,
     GROUPED: tl.constexpr,
     EARLY: tl.constexpr,
-    MOST: tl.constexpr,
 ):
     """KINDS: of each kind of weight the format, fp32, BO, BK, simulate, parts, groups of rows, first and last weight,
     first and last program, whether blocks are taken apart; STARTS, ROWS: first program and rows of each weight.
@@ -299,5 +286,4 @@ def _streamed(
                 FEW,
                 GROUPED,
                 EARLY,
-                MOST,
             )

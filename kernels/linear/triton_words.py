@@ -90,23 +90,6 @@ ROUND_E4M3 = tl.constexpr("""{ .reg .b32 m, n, t, c, one, minus;
     lop3.b32 $0, $1, n, 0x80008000, 0xe4; }""")  # a NaN times 0 is NaN
 
 
-# The first eight threads ask for $2 bytes each, from the address $1 on. Nothing waits for them.
-_TO_L2 = tl.constexpr("""{ .reg .pred p; .reg .u32 t; .reg .u64 a; mov.u32 t, %tid.x; setp.lt.u32 p, t, 8;
-    mad.wide.u32 a, t, $2, $1; @p cp.async.bulk.prefetch.L2.global [a], $2; mov.u32 $0, 0; }""")
-
-
-@triton.jit
-def bring_to_l2(W, first, rows, R: tl.constexpr, ROW_BYTES: tl.constexpr, MOST: tl.constexpr):
-    """Ask for rows first … first + R of a weight of `rows` to be in the L2 cache when they are read: at most MOST bytes
-    of them, and none if they are not all there. The kernel may wait for earlier ones meanwhile. Capability 9 and
-    later."""
-    EACH: tl.constexpr = (R * ROW_BYTES if R * ROW_BYTES < MOST else MOST) // 128 * 16
-    if EACH > 0:
-        if first + R <= rows:
-            at = W.to(tl.int64) + first.to(tl.int64) * ROW_BYTES
-            tl.inline_asm_elementwise(_TO_L2, "=r,l,r", [at, EACH], dtype=tl.int32, is_pure=False, pack=1)
-
-
 @triton.jit
 def begin(EARLY: tl.constexpr):
     """Let the next kernel start, and wait for earlier kernels; only weights may be read before."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from unittest.mock import patch
 
 import torch
 from triton.runtime.jit import JITFunction
@@ -25,15 +24,13 @@ from dsv4.kernels.commit_rows import triton as commit_rows
 from dsv4.kernels.contracts import productions
 from dsv4.kernels.draft_sizes import triton as draft_sizes
 from dsv4.kernels.experts import hopper_launch
-from dsv4.kernels.experts import triton as experts
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.hyper_connections.triton import mhc_post_pre_norm
 from dsv4.kernels.indexer import triton as indexer
 from dsv4.kernels.launch import GPU
-from dsv4.kernels.linear import triton as linear
-from dsv4.kernels.linear import triton_fp8, triton_streams
+from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.drawn import FP8, MXFP4
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
@@ -110,8 +107,6 @@ def calls() -> Iterator[tuple[str, Callable]]:
     yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
     yield "attention of many queries", attention_of_many
-    for tokens in (1, 32):
-        yield f"products whose weights are asked for early, {tokens} tokens", partial(early_weights, tokens)
     for tokens in (1, 300, 1000, 4096):  # tiles of each number of tokens
         yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
     yield "selections by codes", selections_by_codes
@@ -125,16 +120,6 @@ def products_of_fp8() -> None:
         if triton_fp8.takes(held := hold("linear", w), x.device):
             triton_fp8.product(*triton_fp8.quantised(x), held, torch.empty_like(x))
             triton_fp8.pipelined_product(*triton_fp8.quantised(x), held, torch.empty_like(x))
-
-
-def early_weights(tokens: int) -> None:
-    """Of `TO_L2` bytes, where kernels may start early."""
-    d, groups = FLASH.hidden_size, FLASH.o_groups
-    w = productions()["linear"].drawn(FLASH, 0, "meta", form=FP8, rows=d, columns=d, tokens=1)[1]
-    with patch.object(triton_streams, "TO_L2", 24 << 20):
-        linear.linear(torch.empty(tokens, d, dtype=torch.bfloat16, device="meta"), w, True)
-        linear.grouped_linear(torch.empty(tokens, groups, d, dtype=torch.bfloat16, device="meta"), w)
-        experts.moe(*productions()["moe"].drawn(FLASH, 0, "meta", form=MXFP4, tokens=tokens))
 
 
 def attention_of_many() -> None:
