@@ -104,9 +104,7 @@ class Bench:
 
 def chosen(tile: Tile):
     """While it lasts, `experts` multiplies codes with this tile."""
-    return patch.multiple(
-        hopper_launch, STAGES={tile.tokens: tile.stages}, tile_tokens=lambda P, E: tile.tokens
-    )
+    return patch.multiple(hopper_launch, STAGES={tile.tokens: tile.stages}, tile_tokens=lambda P, E: tile.tokens)
 
 
 def main() -> int:

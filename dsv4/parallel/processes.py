@@ -74,7 +74,8 @@ class Processes:
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         self.issued += 1
-        raw = x.reshape(-1).view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
+        # Of contiguous x a dimension of one may have any stride, with which its bytes could not be viewed.
+        raw = x.as_strided((x.numel(),), (1,)).view(torch.uint8) if x.is_contiguous() else x.ravel().view(torch.uint8)
         if self.kernels is not None:
             found = self.kernels.gather(raw)
         else:

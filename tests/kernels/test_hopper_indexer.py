@@ -277,7 +277,9 @@ def selecting_codes(monkeypatch, seed: int, scratch: int) -> list[int]:
     return chunks
 
 
-@pytest.mark.parametrize("what", ["not rounded", "few", "few pairs", "other heads", "fp32 keys", "fp32 queries", "no Hopper"])
+@pytest.mark.parametrize(
+    "what", ["not rounded", "few", "few pairs", "other heads", "fp32 keys", "fp32 queries", "no Hopper"]
+)
 def test_other_calls_multiply_no_codes(what, monkeypatch):
     few, heads = (3 if what == "few" else 4), (32 if what == "other heads" else H)
     q, keys = drawn(2, few, heads, seed=1).bfloat16(), drawn(2, 40, seed=2).bfloat16()

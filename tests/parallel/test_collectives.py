@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from dsv4.kernels.collectives.triton_one_shot import BLOCK, BLOCKS, OneShot
 from dsv4.kernels.collectives.triton_shares import Shares
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.parallel.processes import Processes
 from dsv4.parallel.symmetric import OneHost
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs: tests/gpu/test_ranks.py")
@@ -144,3 +146,21 @@ def test_what_has_no_room_is_refused():
             group.gather(x)
     with pytest.raises(UnsupportedInput, match="take float32; this tensor is torch.bfloat16"):
         Shares(0, [0], torch.device("cpu")).sum(torch.zeros(3, dtype=torch.bfloat16), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(4097.0).view(1, 4097)[:, -1],  # one number, whose stride is not 1
+        torch.arange(6.0).view(1, 3, 2)[..., -1:, :].transpose(0, 1),
+        torch.arange(6).view(2, 3).t(),
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+    ],
+    ids=["one of a row", "dimensions of one", "turned", "a number", "nothing"],
+)
+def test_any_strides_are_gathered(x):
+    store = SimpleNamespace(rank=0, size=2, beat=None, exchange=None)
+    group = Processes(store, SimpleNamespace(gather=lambda raw: [raw, raw.clone()]))
+    found = group.all_gather(x)
+    assert len(found) == 2 and all(torch.equal(part, x) and part.dtype == x.dtype for part in found)
