@@ -43,9 +43,12 @@ def test_device_equals_host(tmp_path, numerics, experts, backend):
     got, wanted = device(ids).cpu(), host(ids)
     if numerics == "fp32":
         assert (got - wanted).abs().max() < TOLERANCE
-    else:  # a rounding that falls the other way moves a quantised value by a whole step
-        assert (got.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.95
-    assert (got - wanted).abs().median() < 1e-4 if numerics == "fp32" else True
+        assert (got - wanted).abs().median() < 1e-4
+    else:
+        # A rounding that falls the other way moves a value by a whole step: weights moved by 2^-22 make a difference of
+        # 0.02 on a host, and no rounding at all one of 0.42. The device may make a quarter of the latter.
+        unrounded = load_model(path, numerics="fp32")(ids)
+        assert (got - wanted).norm() < (unrounded - wanted).norm() / 4
 
 
 @BACKENDS
