@@ -26,7 +26,6 @@ from scripts.bench.timing import Clock
 from scripts.bench.tuning import asked
 
 SHAPES = ((4096, 4096), (4096, 8192), (32768, 1024), (1024, 4096))  # rows and columns of the weight
-PIPELINED = ((64, 128, 4, 4), (128, 128, 8, 4), (128, 128, 8, 3))  # tokens, rows, warps, stages
 REPLAYS = 20
 
 
@@ -34,14 +33,9 @@ def ways(N: int, O: int) -> Iterator[tuple[str, Callable]]:
     """(name, product) of the tiles that are tried."""
     chosen = triton_fp8.tile_for(N, O, processors(torch.device("cuda")))
     yield f"chosen {tuple(chosen)}", triton_fp8.product
-    tokens = {64} | {t for t in (128, 256) if N > t // 2}
-    for t in sorted(tokens):
-        for rows in (32, 64, 128) if t < 256 else (64, 128):
-            tile = triton_fp8.Tile(t, rows, t == 64)
-            if tile != chosen:
-                yield f"{tuple(tile)}", partial(triton_fp8.product, tile=tile)
-    for pipelined in PIPELINED if N > 64 else ():
-        yield f"pipelined {pipelined}", partial(triton_fp8.pipelined_product, tile=pipelined)
+    for tile in triton_fp8.TIMES:
+        if tile != chosen and N > tile.tokens // 2:
+            yield f"{tuple(tile)}", partial(triton_fp8.product, tile=tile)
 
 
 def main() -> int:

@@ -20,26 +20,27 @@ COLUMNS = gl.constexpr(128)  # of a stage: one block of scales
 WAVE = gl.constexpr(64)  # tokens of one wgmma
 
 
-@gluon.jit(do_not_specialize=["N", "e_stride"])
+@gluon.jit(do_not_specialize=["N", "stride"])
 def product(
     X,
     W,
     OUT,
-    EXPONENTS,
+    SCALES,
     S,
     N,
-    e_stride,
+    stride,
     O: gl.constexpr,
     K: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """OUT [N, O] = codes X [N, K] · 2^EXPONENTS [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed.
+    """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed.
 
     X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. SPLIT:
-    the tokens of a tile are 64, and each warpgroup takes every other block of columns. GROUP: blocks of rows that are
-    visited with all tokens before the next ones, so that both stay in the L2 cache. STAGES: an even number if SPLIT.
+    the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they are 128. GROUP:
+    blocks of rows that are visited with all tokens before the next ones, so that both stay in the L2 cache. STAGES: an
+    even number if SPLIT.
     """
     T: gl.constexpr = X.block_type.shape[0]
     R: gl.constexpr = W.block_type.shape[0]
@@ -56,12 +57,12 @@ def product(
         mbarrier.init(empty.index(i), count=1 if SPLIT else 2)
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
-    rings, barriers, sizes = (x_ring, w_ring), (full, empty, summed), (N, e_stride)
+    rings, barriers, sizes = (x_ring, w_ring), (full, empty, summed), (N, stride)
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
-            (multiply, (0, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
-            (multiply, (1, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O, K, SPLIT, GROUP, STAGES)),
+            (multiply, (0, OUT, rings, out, parts, barriers, SCALES, S, sizes, O, K, SPLIT, GROUP, STAGES)),
+            (multiply, (1, OUT, rings, out, parts, barriers, SCALES, S, sizes, O, K, SPLIT, GROUP, STAGES)),
             (copy_tiles, ((X, W), rings, barriers, N, O, K, SPLIT, GROUP, STAGES)),
         ],
         [4, 1],
@@ -128,21 +129,20 @@ def copy_tiles(
 
 @gluon.jit
 def multiply(
-    WHICH: gl.constexpr, OUT, rings, out, parts, barriers, EXPONENTS, S, sizes, O: gl.constexpr, K: gl.constexpr,
+    WHICH: gl.constexpr, OUT, rings, out, parts, barriers, SCALES, S, sizes, O: gl.constexpr, K: gl.constexpr,
     SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The tiles of this program, as far as they are those of warpgroup WHICH."""
     x_ring, w_ring = rings
     full, empty, summed = barriers
-    N, e_stride = sizes
+    N, stride = sizes
     T: gl.constexpr = x_ring.shape[1]
     R: gl.constexpr = w_ring.shape[1]
-    WAVES: gl.constexpr = 1 if SPLIT else T // (2 * WAVE)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     BLOCKS: gl.constexpr = K // COLUMNS
     STEP: gl.constexpr = 2 if SPLIT else 1
     FIRST: gl.constexpr = WHICH if SPLIT else 0
-    MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
+    MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVE  # first token within the tile
     gdc_wait()
     number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
@@ -150,33 +150,22 @@ def multiply(
         token += MINE
         scales = S + row // 128 * BLOCKS
         t = token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
-        at = EXPONENTS + gl.minimum(t, N - 1)
-        at1 = EXPONENTS + gl.minimum(t + WAVE, N - 1)
+        at = SCALES + gl.minimum(t, N - 1)
         acc = gl.zeros([WAVE, R], gl.float32, SUMS)
-        acc1 = acc
-        # Scales of a block are loaded while the block before it is multiplied.
-        factor = scale_of(at, scales, FIRST if FIRST < BLOCKS else 0, e_stride)
-        factor1 = factor
-        if WAVES == 2:
-            factor1 = scale_of(at1, scales, 0, e_stride)
+        # Scales of a block are loaded while the block before it is multiplied, and not touched until it has been.
+        first = FIRST if FIRST < BLOCKS else 0
+        of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first)
         for block in range(FIRST, BLOCKS, STEP):
             stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
-            now, now1, later = factor, factor1, gl.minimum(block + STEP, BLOCKS - 1)
             mbarrier.wait(full.index(stage), turn & 1)
             x, w = x_ring.index(stage), w_ring.index(stage).permute([1, 0])
             zero = gl.zeros([WAVE, R], gl.float32, SUMS)
             part = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
-            factor = scale_of(at, scales, later, e_stride)
+            factor, later = of_token * scale_of(of_weight), gl.minimum(block + STEP, BLOCKS - 1)
+            of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later)
             part = warpgroup_mma_wait(0, deps=[part])
-            if WAVES == 1:
-                mbarrier.arrive(empty.index(stage), count=1)
-            acc += part * now[:, None]
-            if WAVES == 2:
-                part = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, zero, use_acc=False, is_async=True)
-                factor1 = scale_of(at1, scales, later, e_stride)
-                part = warpgroup_mma_wait(0, deps=[part])
-                mbarrier.arrive(empty.index(stage), count=1)
-                acc1 += part * now1[:, None]
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc += part * factor[:, None]
         if SPLIT:  # the second warpgroup's part of the sums goes to the first by shared memory
             turn = number & 1
             if WHICH == 1:
@@ -190,22 +179,18 @@ def multiply(
                 write(OUT, out.index(0), acc, token, row)
         else:
             write(OUT, out.index(WHICH), acc, token, row)
-            if WAVES == 2:
-                write(OUT, out.index(WHICH), acc1, token + WAVE, row)
         number += 1
     tma.store_wait(0)
 
 
 @gluon.jit
-def scale_of(at, scales, block, e_stride):
-    """fp32 [64]: the scale of a block of columns, of each token and of the weight."""
-    exponent = gl.load(at + block * e_stride).to(gl.int32)
-    scale = gl.load(scales + block)
-    if scales.dtype.element_ty != gl.float32:  # decode_e8m0(scale)
+def scale_of(scale):
+    """A scale in fp32 or E8M0 → fp32."""
+    if scale.dtype != gl.float32:  # decode_e8m0(scale)
         byte = scale.to(gl.int32)
         bits = gl.where(byte == 0, 0x00400000, byte << 23)
         scale = gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
-    return ((exponent + 127) << 23).to(gl.float32, bitcast=True) * scale
+    return scale
 
 
 @gluon.jit

@@ -29,7 +29,10 @@ from dsv4.kernels.rms_norm.triton import rms_norm, rms_norm_fp8
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
 AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
 AGAIN_BYTES = 24 << 20
-CODES: int | None = None  # rounded tokens from which codes are multiplied; None: never, until it is timed on a GPU
+# Rounded tokens from which codes are multiplied. Fewer are streamed, several weights in one launch, which a single
+# weight does not gain by (`scripts/tune_fp8.py` on an H200: 4096 × 4096 with 8 tokens 16 µs and 17, with 16 tokens 22
+# and 17).
+CODES, CODES_ALONE = 17, 9
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 
@@ -67,17 +70,18 @@ def products(
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
+    coded = [i for i, h in enumerate(held) if simulate[i] and _multiplies_codes(x, h, len(held))]
+    if coded:
+        codes = triton_fp8.quantised(x, norm, eps)
+        for i in coded:
+            triton_fp8.product(*codes, held[i], outs[i])
     small = N <= AGAIN and all(h.weight.nbytes <= AGAIN_BYTES for h in held if h.streams)
-    streamed = [
-        i
-        for i, h in enumerate(held)
-        if h.streams and (N <= TOKENS or small) and not (simulate[i] and _multiplies_codes(x, h))
-    ]
+    streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or small) and i not in coded]
     for at in range(0, len(streamed), SLOTS):
         some = streamed[at : at + SLOTS]
         given = [held[i] for i in some], [bool(simulate[i]) for i in some], [outs[i] for i in some]
         stream(x, norm, eps, *given)
-    rest = [i for i in range(len(held)) if i not in streamed]
+    rest = [i for i in range(len(held)) if i not in streamed and i not in coded]
     if rest:
         given = [held[i] for i in rest], [bool(simulate[i]) for i in rest], [outs[i] for i in rest]
         _multiply(name, x, norm, eps, *given)
@@ -94,16 +98,15 @@ def _multiply(
     outs: list[torch.Tensor],
 ) -> None:
     """`products` by tiles: together where that saves a launch, others one by one."""
-    every, as_codes = range(len(held)), [sim and _multiplies_codes(x, h) for sim, h in zip(simulate, held)]
+    every = range(len(held))
     apart = norm is None and len(held) == 1 and not any(simulate) and not order(held[0])
-    tiled = [i for i in every if not apart and not as_codes[i] and batch.takes(held[i], len(x))]
+    tiled = [i for i in every if not apart and batch.takes(held[i], len(x))]
     rounded = None
     if norm is not None and all(simulate) and len(tiled) == len(held):
         x, norm, simulate = rms_norm_fp8(x, norm, eps, ACTIVATION_BLOCK), None, [False for _ in every]
     elif norm is not None and (any(simulate) or len(tiled) < len(held)):
         x, norm = rms_norm(x, norm, eps), None
-    codes = triton_fp8.quantised(x) if any(as_codes) else None
-    if any(sim and not coded for sim, coded in zip(simulate, as_codes)):
+    if any(simulate):
         rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     for at in range(0, len(tiled), SLOTS):
         some = tiled[at : at + SLOTS]
@@ -111,18 +114,18 @@ def _multiply(
         batch.tiles(x, norm, eps, *given, rounded)
     ready = {}
     for i in every:
-        if as_codes[i]:
-            triton_fp8.product(*codes, held[i], outs[i])
-        elif i not in tiled:
+        if i not in tiled:
             key = simulate[i], order(held[i])
             if key not in ready:
                 ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
             gemm(name, ready[key], held[i], outs[i], 1)
 
 
-def _multiplies_codes(x: torch.Tensor, h: Held) -> bool:
-    """Whether the rounded x [N, K] meets this weight as codes on FP8 tensor cores, whose sums are not IEEE fp32."""
-    return CODES is not None and x.shape[0] >= CODES and not dot_in_fp32(x) and triton_fp8.takes(h, x.device)
+def _multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
+    """Whether the rounded x [N, K] meets this weight, one of so many, as codes on FP8 tensor cores, whose sums are not
+    IEEE fp32."""
+    enough = x.shape[0] >= (CODES_ALONE if weights == 1 else CODES)
+    return enough and not dot_in_fp32(x) and triton_fp8.takes(h, x.device)
 
 
 def grouped(

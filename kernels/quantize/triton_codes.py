@@ -127,6 +127,13 @@ def e4m3_bytes(x):
 
 
 @triton.jit
+def e4m3_blocks(x):
+    """fp32 [..., B] → E4M3 bytes uint8 [..., B] and their scales fp32 [...], as `simulate_fp8_blocks` has them."""
+    exponent = e4m3_exponent(tl.max(magnitude(x), -1))
+    return e4m3_bytes(x * tl.expand_dims(power_of_two(-exponent), -1)), power_of_two(exponent)
+
+
+@triton.jit
 def decode_e4m3(byte):
     """E4M3 byte (any integer type) → fp32; S.1111.111 is NaN."""
     byte = byte.to(tl.int32)

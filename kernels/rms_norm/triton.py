@@ -7,12 +7,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import dependent_launch, next_power, require_device
-from dsv4.kernels.quantize.triton_codes import fp8_blocks, narrow, widen
+from dsv4.kernels.quantize.triton_codes import e4m3_blocks, fp8_blocks, narrow, widen
 from dsv4.kernels.rms_norm import reference
 
 WIDEST = 65536  # columns of a row
 TILE = 2048  # elements of a program that takes several rows
 MANY = 4096  # rows from which a program takes several
+CODED = 128  # columns of a scale of codes
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -24,13 +25,23 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor | None, eps: float, block
     return _normed(x, weight, eps, block)
 
 
-def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, block: int) -> torch.Tensor:
-    """block: columns of a scale of FP8 that the result is rounded to; 0: it is not."""
+def rms_norm_codes(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm_fp8` in blocks of 128, of x [N, D], D a multiple of 128: E4M3 codes uint8 [N, D], scales fp32
+    [D / 128, N]."""
+    scales = torch.empty(x.shape[1] // CODED, x.shape[0], dtype=torch.float32, device=x.device)
+    return _normed(x, weight, eps, CODED, scales), scales
+
+
+def _normed(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, block: int, scales: torch.Tensor | None = None
+) -> torch.Tensor:
+    """block: columns of a scale of FP8 that the result is rounded to; 0: it is not. scales: gets those, and the result
+    is codes."""
     require_device("rms_norm", x, weight)
     D = x.shape[-1]
     if D > WIDEST:
         raise UnsupportedInput(f"rms_norm: a row of {D} columns; the triton backend takes at most {WIDEST}")
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype if scales is None else torch.uint8, device=x.device)
     if not x.numel():
         return y
     rows = rows_of(x)
@@ -41,6 +52,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, block: int
         rows,
         rows if weight is None else weight,
         y,
+        scales,
         M,
         rows.stride(0),
         eps,
@@ -85,6 +97,7 @@ def _rms_norm(
     X,
     W,
     Y,
+    SCALES,
     M,
     stride,
     eps,
@@ -105,7 +118,12 @@ def _rms_norm(
         gdc_wait()
     x = widen(tl.load(X + row[:, None] * stride + i[None, :], mask=live, other=0.0))
     # y = y * weight
-    y = narrow(normed(x, eps, D) * weight, Y.dtype.element_ty)
-    if BLOCK > 0:
+    y = narrow(normed(x, eps, D) * weight, X.dtype.element_ty)
+    if SCALES is not None:
+        codes, scales = e4m3_blocks(tl.reshape(widen(y), [R, B // BLOCK, BLOCK]))
+        block = tl.arange(0, B // BLOCK)[None, :]
+        tl.store(SCALES + block * M + row[:, None], scales, mask=(row[:, None] < M) & (block < D // BLOCK))
+        y = tl.reshape(codes, [R, B])
+    elif BLOCK > 0:
         y = narrow(fp8_blocks(widen(y), D, R, B, BLOCK), Y.dtype.element_ty)
     tl.store(Y + row[:, None] * D + i[None, :], y, mask=live)
