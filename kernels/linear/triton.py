@@ -4,7 +4,8 @@ Up to TOKENS tokens, reading the weight takes the time: it is streamed once (`tr
 small weight is streamed for groups of TOKENS, because tiles in sequence are slower. More tokens, large weights and
 weights whose rows are not a multiple of 16 bytes use tiles (`triton_tiles`). Weights are dequantised exactly; products
 of bf16 accumulate in fp32, those of fp32 are IEEE fp32. The bf16 products read E4M3's NaN code as 480. Activations that
-are rounded to FP8 may meet FP8 weights as codes (`triton_fp8`).
+are rounded to FP8 may meet FP8 weights as codes (`triton_fp8`). Very many tokens in bf16 meet the dequantised weight in
+cuBLAS (`triton_dense`).
 """
 
 import torch
@@ -15,6 +16,7 @@ from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dot_in_fp32, processors, require_device
 from dsv4.kernels.linear import reference, triton_fp8
 from dsv4.kernels.linear import triton_batch as batch
+from dsv4.kernels.linear import triton_dense as dense
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
 from dsv4.kernels.linear.triton_skinny import skinny, tokens
 from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_groups, stream, warps
@@ -114,10 +116,15 @@ def _multiply(
         batch.tiles(x, norm, eps, *given, rounded)
     ready = {}
     for i in every:
-        if i not in tiled:
+        if i in tiled:
+            continue
+        given = rounded if simulate[i] else x
+        if dense.takes(given, held[i], outs[i]):
+            dense.product(given, held[i], outs[i])
+        else:
             key = simulate[i], order(held[i])
             if key not in ready:
-                ready[key] = arrange(rounded if simulate[i] else x, order(held[i]))
+                ready[key] = arrange(given, order(held[i]))
             gemm(name, ready[key], held[i], outs[i], 1)
 
 
@@ -152,6 +159,9 @@ def grouped(
             return out
         if turned:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
+        if dense.takes(x, h, out):
+            dense.product(x, h, out, groups)
+            return out
         gemm(name, arrange(x.reshape(N * groups, h.K), order(h)).view(N, -1) if order(h) else x, h, out, groups)
         return out
     fp32 = dot_in_fp32(x) or h.format == "fp32"
