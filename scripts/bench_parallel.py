@@ -1,7 +1,8 @@
 """Times of a model that several GPUs of one host hold together, with random weights.
 
     python scripts/bench_parallel.py [--ranks 2] [--dummy-weights flash] [--only exchange,part,whole,long]
-        [--layers 16] [--expert-parallel] [--embedding-memory device|host] [--journal FILE] [--out DIR]
+        [--layers 16] [--numerics native] [--expert-parallel] [--embedding-memory device|host] [--journal FILE]
+        [--out DIR]
 
 exchange: sums over ranks alone, beside NCCL, and while they are merged into the streams. part: decode steps of the
 first --layers layers, batch 1 and 8 at 8K, and a prompt of 8K; with --ranks 1 on one GPU, for scaling. whole: all
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--expert-parallel", action="store_true")
     parser.add_argument("--embedding-memory", choices=("device", "host"))
+    parser.add_argument("--numerics", default="native")
     parser.add_argument("--journal", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)  # one rank of a part
     parser.add_argument("--out", type=report.out_folder, metavar="DIR")
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace, part: str, journal: Path) -> int:
     """The exit code of one part, in processes of its own."""
     given = ["--ranks", str(args.ranks), "--dummy-weights", args.dummy_weights, "--layers", str(args.layers)]
     given += ["--only", part, "--journal", str(journal), "--child", *["--expert-parallel"] * args.expert_parallel]
-    given += ["--embedding-memory", embedding_memory(args, part)]
+    given += ["--embedding-memory", embedding_memory(args, part), "--numerics", args.numerics]
     return launch(args.ranks, given, (SCRIPT,))
 
 
@@ -111,6 +113,7 @@ def of_rank(args: argparse.Namespace) -> int:
         append(args.journal, "machine", vars(machine))
     for name, measured in rows_of(part, args, machine):
         where = ", embedding in host memory" * (part != "exchange" and args.embedding_memory == "host")
+        where += f", {args.numerics}" * (part != "exchange" and args.numerics != "native")
         name = f"{part}, {ranks.size} ranks{', by expert' * ranks.by_expert}{where}: {name}"
         if name in had:
             continue
@@ -118,6 +121,7 @@ def of_rank(args: argparse.Namespace) -> int:
             print(f"{name}: {shown(row)}", flush=True)
             if speaks():
                 held = {"by_expert": ranks.by_expert, "embedding_memory": args.embedding_memory}
+                held |= {"numerics": args.numerics}
                 append(args.journal, "row", name, row | {"part": part} | held)
     ranks.check()
     leave(0)
@@ -142,7 +146,7 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
     layers = args.layers if part == "part" else None
     model = load_dummy(
         args.dummy_weights, layers, backend="triton", device=f"cuda:{torch.cuda.current_device()}", cache="fp8",
-        index_cache="fp4", mtp=layers is None, embedding_memory=args.embedding_memory,
+        index_cache="fp4", mtp=layers is None, embedding_memory=args.embedding_memory, numerics=args.numerics,
     )  # fmt: skip
     held, pinned = model.nbytes / 2**30, model.embed.host_bytes / 2**30
     print(f"{part}: {held:.2f} GiB of weights on this rank, {pinned:.2f} of them in host memory", flush=True)

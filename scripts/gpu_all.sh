@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # One command on a machine with a GPU: build nothing, check and time everything, and say what came of each part.
 #
-#     scripts/gpu_all.sh [PART…]      tests kernels decode audit matrix identity together selftest speculation speculation_text
+#     scripts/gpu_all.sh [PART…]      tests kernels experts decode audit matrix identity together selftest speculation speculation_text
 #                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory
 #                                   host_waits start tiles parallel; all but tiles and parallel, which needs two GPUs, if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
-# (scripts/peers.sh). audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
+# (scripts/peers.sh). experts: their cost from 1 to 4,096 tokens. audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
 # side. matrix: the demo's audits in all numerics, cache formats and backends. identity: its text with drafts beside its text without, in
 # all numerics; together: the same with rows of the batch engine as one batch.
 # selftest: every planted fault on the triton backend. speculation: what rounds cost and every policy's race on traces;
@@ -27,7 +27,7 @@ export LIMIT=${LIMIT:-600} JOURNALS=${JOURNALS:-$(mktemp -d)}
 mkdir -p "$JOURNALS"
 python=${PYTHON:-python3} limit=$LIMIT without=${WITHOUT:-^(SGLang Triton (FP8|bf16)$|SGLang Triton$|FlashInfer)}
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(tests kernels decode audit matrix identity together selftest speculation speculation_text gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory host_waits start)
+[ ${#parts[@]} -gt 0 ] || parts=(tests kernels experts decode audit matrix identity together selftest speculation speculation_text gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory host_waits start)
 
 place() {  # KIND SUBJECT: where reports go that dsv4 itself writes
   [ -n "${OUT:-}" ] && echo "$OUT" || "$python" -m scripts.places "$@"
@@ -61,6 +61,7 @@ part() {
   case $1 in
     tests) scripts/gpu_tests.sh triton gpu ;;
     kernels) "$python" scripts/bench_kernels.py --journal "$JOURNALS/kernels.jsonl" ${OUT:+--out "$OUT"} --without "$without" ;;
+    experts) "$python" scripts/bench_experts.py ${OUT:+--out "$OUT"} ;;
     decode) "$python" scripts/bench_decode.py --prefill 8K,128K ${OUT:+--out "$OUT"} ;;
     audit) audit ;;
     matrix) "$python" scripts/audit_matrix.py --device cuda --jobs "$(nproc)" --limit "$LIMIT" --journal "$JOURNALS/matrix.jsonl" ${OUT:+--out "$OUT"} ;;

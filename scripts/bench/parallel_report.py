@@ -23,7 +23,7 @@ def picked(rows: Sequence[dict], **wanted) -> list[dict]:
 
 def scaling(rows: Sequence[dict], batch: int) -> float | None:
     """Time of one rank over that of two."""
-    near = [row for row in rows if row.get("embedding_memory") != "host"]
+    near = [r for r in rows if r.get("embedding_memory") != "host" and r.get("numerics", "native") == "native"]
     one, two = (picked(near, kind="step", part="part", ranks=n, batch=batch, by_expert=False) for n in (1, 2))
     return one[-1]["step_ms"] / two[-1]["step_ms"] if one and two else None
 
@@ -144,7 +144,8 @@ def _ranks(row: dict, noun: str = "") -> str:
     """How many ranks, and how they hold the model: '2 ranks, by expert'."""
     expert = ", by expert" if row.get("by_expert") else ""
     host = ", embedding in host memory" if row.get("embedding_memory") == "host" else ""
-    return f"{row['ranks']}{noun}{expert}{host}"
+    numerics = "" if row.get("numerics", "native") == "native" else f", {row['numerics']}"
+    return f"{row['ranks']}{noun}{expert}{host}{numerics}"
 
 
 def _table(title: str, head: str, body: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ SCRIPTS = {  # what --out names, and what else the command line needs
     "measure_start": ("", []),
     "bench_kernels": ("", []),
     "bench_decode": ("", []),
+    "bench_experts": ("", []),
     "bench_host_tier": ("", []),
     "bench_speculation": ("", []),
     "bench_speculation_sim": ("", []),
