@@ -2,13 +2,14 @@
 
     python scripts/bench_decode.py [--dummy-weights flash] [--layers 16] [--context 8K,128K,1M] [--batch 1,8] [--cache
     fp8]
-                                   [--index-cache fp4] [--transformers 5] [--prefill 8K,128K] [--out DIR]
+                                   [--index-cache fp4] [--transformers 5] [--prefill 8K,128K] [--chunk 2K]
+                                   [--out DIR]
 
 For each batch and context: ms a step and a layer, kernels, the bytes that a step must read as a time, peak memory, and
 how often the host waited, Triton compiled or memory was allocated after warm-up. `--transformers N` times N layers of
 transformers' eager model beside it (0: not). `--prefill` times whole prompts of those lengths too, in the model's own
-chunks, batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least. Writes
-bench_decode_<device>.json, .md and .svg to DIR. Exit code 1 when a step was not clean.
+chunks or those of `--chunk`, batch 1: tokens/s, ms a layer, and the time that their bytes and products need at least.
+Writes bench_decode_<device>.json, .md and .svg to DIR. Exit code 1 when a step was not clean.
 
     python scripts/bench_decode.py --dummy-weights qwen2.5-7b --attention block-bound [--attention-tokens 8b,16b,32b]
     [--layers 28] [--context 8K,32K,128K,1M] [--batch 1,8]
@@ -82,6 +83,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--transformers", type=int, default=5, metavar="N")
     parser.add_argument("--prefill", type=counts, default=[], metavar="TOKENS")
     parser.add_argument(
+        "--chunk", type=parse_count, metavar="TOKENS", help="of a prompt in one pass; default: the model's"
+    )
+    parser.add_argument(
         "--out", type=report.out_folder, metavar="DIR", help="default: the folder that scripts/places.py names"
     )
     args = parser.parse_args()
@@ -137,7 +141,7 @@ def main() -> int:
             f"prefill of {decode_report.context_name(tokens)}",
             failed,
             prefills,
-            lambda: measure_prefill(model, tokens, machine),
+            lambda: measure_prefill(model, tokens, machine, args.chunk),
         )
         write(args.out, stem, results)
     for batch in args.batch:

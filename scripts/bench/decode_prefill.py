@@ -111,13 +111,15 @@ def floor(found, machine: Machine) -> float:
     return sum(max(moved / machine.bandwidth, flops / machine.matmul) for _, moved, flops in found) * 1e3
 
 
-def measure_prefill(model, tokens: int, machine: Machine) -> Prefill:
-    """Prompts of that length, each from an empty cache, until the last token's logits are there.
+def measure_prefill(model, tokens: int, machine: Machine, chunk: int | None = None) -> Prefill:
+    """Prompts of that length in chunks (None: of the model's own size), each from an empty cache, until the last
+    token's logits are there.
 
     The host needs almost as long to launch a prompt's kernels as the device to run them. On a busy host a single run is
     up to a half too long, so the fastest of several counts.
     """
     torch.cuda.reset_peak_memory_stats()
+    chunk = chunk or model.chunk
     cache, ids = model.new_cache(1, tokens), torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
     times, compiles, waits = [], [], []
     for _ in range(1 + RUNS):
@@ -125,17 +127,17 @@ def measure_prefill(model, tokens: int, machine: Machine) -> Prefill:
         torch.cuda.synchronize()
         begun = time.perf_counter()
         with Compiles() as compiled, counted_syncs() as syncs:
-            logits = model.append(ids, cache, logits="last")
+            logits = model.append(ids, cache, logits="last", chunk=chunk)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - begun) * 1e3)
         if len(times) > 1:
             compiles += compiled.names
             waits += syncs
-    least = floor(parts(model, cache, tokens, model.chunk), machine)
+    least = floor(parts(model, cache, tokens, chunk), machine)
     return Prefill(
         tokens,
         len(model.layers),
-        model.chunk,
+        chunk,
         min(times[1:]),
         times[0],
         least,
