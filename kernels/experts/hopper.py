@@ -2,11 +2,12 @@
 
 A product is W · xᵀ: a tile is 256 rows of an expert's weight times at most T tokens. Both operands are E4M3 codes, so
 products are exact. Those of the weight are made in registers (`hopper_codes`); those of x come through shared memory. A
-scale of x is that of 128 columns, so sums of 128 columns are scaled and added up in fp32. Tensor cores keep some 22
-bits of a sum.
+scale of x is that of 128 columns, so sums of 128 columns are scaled and added up in fp32. Tensor cores keep some 13
+to 22 bits of a sum.
 
 One warp copies ahead, through a ring of stages of 128 columns. Two warpgroups multiply: each has 64 rows of either half
-of a tile. In the gate and up projection the halves are gate and up rows of the same 128 channels.
+of a tile. In the gate and up projection the halves are gate and up rows of the same 128 channels. More than 64 tokens
+are two groups, of which each half's codes are made once.
 """
 
 from triton.experimental import gluon
@@ -16,16 +17,27 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.experts.hopper_codes import BASE, LINES, SPREAD, e4m3_words, operand
 from dsv4.kernels.experts.triton_decode import swiglu
-from dsv4.kernels.quantize.triton_codes import e4m3_exponent, magnitude, narrow, power_of_two, rounded
+from dsv4.kernels.quantize.triton_codes import e4m3_exponent, magnitude, narrow, power_of_two, rounded, widen
 
 ROWS = gl.constexpr(128)  # of a half
 BLOCK = gl.constexpr(128)  # columns of a stage, and of a scale of x
 WORDS = gl.constexpr(16)  # of the weight's codes in a row of a stage
+MOST = gl.constexpr(64)  # tokens of a group
 GROUPS = gl.constexpr(4)  # scales of the weight in a row of a stage, and stages whose scales are copied at once
 
 # [tokens, rows of a half] of results, as they are stored
 BYTE_ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 BF16_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))
+# [rows of a half, tokens of a group]: of two tokens a thread has the 16 rows whose codes it stores
+TURNED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1, 0], [2, 0], [32, 0], [64, 0], [0, 32]],
+        lane_bases=[[4, 0], [8, 0], [16, 0], [0, 1], [0, 2]],
+        warp_bases=[[0, 4], [0, 8], [0, 16]],
+        block_bases=[],
+        shape=[128, 64],
+    )
+)
 
 
 @gluon.jit
@@ -101,8 +113,8 @@ def copies(W, S, X, XS, TABLE, blocks, memory, barriers, O: gl.constexpr, K: gl.
 
 @gluon.jit
 def products(i, top, other, memory, barriers, K: gl.constexpr, T: gl.constexpr, D: gl.constexpr, A: gl.constexpr):
-    """Sums fp32 [128, T] of either half of a tile, without the powers of two of the rows, and the number of the next
-    stage. i: number of the first stage since the program began. top, other: as `largest` gives them."""
+    """Sums fp32 [128, T] of either half of a tile, without the powers of two of the rows, of one group; and the number
+    of the next stage. i: number of the first stage since the program began. top, other: as `largest` gives them."""
     codes, scales, tokens, factors = memory
     held, ready, free = barriers
     STAGES: gl.constexpr = free.shape[0]
@@ -130,7 +142,65 @@ def products(i, top, other, memory, barriers, K: gl.constexpr, T: gl.constexpr, 
         part, rest, _, _, _, _ = warpgroup_mma_wait(0, deps=[part, rest, old[0], old[1], old[2], old[3]])
         acc, more = acc + part * factor, more + rest * factor
     mbarrier.arrive(free.index(last % STAGES))
-    return acc, more, i
+    return ((acc, more),), i
+
+
+@gluon.jit
+def products_of_two(i, top, other, memory, barriers, K: gl.constexpr, D: gl.constexpr, A: gl.constexpr):
+    """As `products`, for two groups of 64 tokens: sums fp32 [128, 64] of either half, for each group.
+
+    The codes of one half multiply both groups, while those of the other half are made. More codes, beside the sums, do
+    not fit in registers.
+    """
+    codes, scales, tokens, factors = memory
+    held, ready, free = barriers
+    STAGES: gl.constexpr = free.shape[0]
+    RING: gl.constexpr = scales.shape[0] // 2
+    zeros = gl.zeros([ROWS, MOST], gl.float32, D)
+    acc, more, acc_1, more_1, parts, last = zeros, zeros, zeros, zeros, (zeros, zeros), i + K // BLOCK - 1
+    mbarrier.wait(held.index(i % STAGES), i // STAGES & 1)
+    a = e4m3_words(codes.index(2 * (i % STAGES)), scales.index(2 * (i // GROUPS % RING)), top, 0)
+    mbarrier.wait(ready.index(i % STAGES), i // STAGES & 1)
+    for k in range(K // BLOCK):
+        stage = i % STAGES
+        x, factor = tokens.index(stage), factors.index(stage)
+        parts = start(a, x, parts, A)
+        mbarrier.arrive(free.index((i + STAGES - 1) % STAGES), pred=k > 0)
+        b = e4m3_words(codes.index(2 * stage + 1), scales.index(2 * (i // GROUPS % RING) + 1), other, k % GROUPS)
+        i += 1
+        j = gl.minimum(i, last)  # as in `products`
+        # Without a wait here, codes would be made behind the one for the products.
+        mbarrier.wait(held.index(j % STAGES), j // STAGES & 1)
+        acc, acc_1, parts = add(acc, acc_1, parts, a, factor, D)
+        parts = start(b, x, parts, A)
+        a = e4m3_words(codes.index(2 * (j % STAGES)), scales.index(2 * (j // GROUPS % RING)), top, (k + 1) % GROUPS)
+        mbarrier.wait(ready.index(j % STAGES), j // STAGES & 1)
+        more, more_1, parts = add(more, more_1, parts, b, factor, D)
+    mbarrier.arrive(free.index(last % STAGES))
+    return ((acc, more), (acc_1, more_1)), i
+
+
+@gluon.jit
+def start(words, x, parts, A: gl.constexpr):
+    """Start multiplying one half's codes, as `e4m3_words` gives them, with both groups of x [128, 128]. `parts` are
+    the products before, whose registers are taken again."""
+    codes = operand(words[0], words[1], A)
+    first = warpgroup_mma(codes, x.slice(0, MOST).permute((1, 0)), parts[0], use_acc=False, is_async=True)
+    second = warpgroup_mma(codes, x.slice(MOST, MOST).permute((1, 0)), parts[1], use_acc=False, is_async=True)
+    return first, second
+
+
+@gluon.jit
+def add(acc, acc_1, parts, words, factor, D: gl.constexpr):
+    """Both groups' sums of one half, with the products that are under way, and those products. factor fp32 [1, 128].
+
+    Sums are named in waits so that they are made there: later they would need the registers of the next products.
+    """
+    part = warpgroup_mma_wait(1, deps=[parts[0]])
+    acc += part * factor.slice(0, MOST, dim=1).load(D)
+    part_1, acc, _, _ = warpgroup_mma_wait(0, deps=[parts[1], acc, words[0], words[1]])
+    acc_1 += part_1 * factor.slice(MOST, MOST, dim=1).load(D)
+    return acc, warpgroup_mma_wait(0, deps=[acc_1]), (part, part_1)
 
 
 @gluon.jit
@@ -147,7 +217,8 @@ def results(
 ):  # fmt: skip
     """The warpgroups that multiply, tile by tile."""
     TABLE, ORDER, ROUTING, blocks = order
-    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, T, 32])
+    N: gl.constexpr = min(T, MOST)
+    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
     A: gl.constexpr = gl.DotOperandLayout(0, D, 4)
     TILES: gl.constexpr = O // (2 * ROWS)
     HEIGHT: gl.constexpr = ROWS if GATED else 2 * ROWS
@@ -157,16 +228,24 @@ def results(
     if tiles > program:
         top, other = largest(TOP, TABLE, program, O, TILES, HEIGHT, APART)
         for tile in range(program, tiles, programs):
-            acc, more, i = products(i, top, other, memory, barriers, K, T, D, A)
+            if T > MOST:
+                sums, i = products_of_two(i, top, other, memory, barriers, K, D, A)
+            else:
+                sums, i = products(i, top, other, memory, barriers, K, T, D, A)
             # What the next tile needs is loaded while results are stored.
             e, first, count, x_row = block_of(TABLE, blocks, tile // TILES)
             next_top, next_other = largest(TOP, TABLE, gl.minimum(tile + programs, tiles - 1), O, TILES, HEIGHT, APART)
-            acc, more, row = restored(acc, top, D), restored(more, other, D), tile % TILES * HEIGHT
-            if GATED:
-                gate(acc, more, first, count, x_row, ORDER, ROUTING, out, row, limit, O // 2, T, DTYPE)
-            else:
-                put(acc, first, count, ORDER, out, row, O, T)
-                put(more, first, count, ORDER, out, row + ROWS, O, T)
+            row = tile % TILES * HEIGHT
+            for group in gl.static_range(T // N):
+                at, left, x_at = first + group * N, count - group * N, x_row + group * N
+                acc, more = restored(sums[group][0], top, D), restored(sums[group][1], other, D)
+                if GATED:
+                    if T > MOST:
+                        acc, more = turned(acc, DTYPE), turned(more, DTYPE)
+                    gate(acc, more, at, left, x_at, ORDER, ROUTING, out, row, limit, O // 2, N, DTYPE)
+                else:
+                    put(acc, at, left, ORDER, out, row, O, N)
+                    put(more, at, left, ORDER, out, row + ROWS, O, N)
             top, other = next_top, next_other
 
 
@@ -183,6 +262,13 @@ def restored(y, top, D: gl.constexpr):
     """y times the power of two by which a row's codes are too small."""
     exponent = gl.convert_layout(top, gl.SliceLayout(1, D), assert_trivial=True) - (127 + SPREAD - BASE)
     return y * power_of_two(exponent)[:, None]
+
+
+@gluon.jit
+def turned(y, DTYPE: gl.constexpr):
+    """y rounded to DTYPE, with 2 tokens a thread, not 16: what is known of each token takes registers, and beside them
+    are the sums of the other group."""
+    return widen(gl.convert_layout(narrow(y, DTYPE), TURNED))
 
 
 @gluon.jit

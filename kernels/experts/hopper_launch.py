@@ -13,8 +13,8 @@ from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.launch import capability, processors
 from dsv4.kernels.linear.triton_weights import Held
 
-TOKENS = (8, 16, 32, 64)  # of a tile, at most; more do not fit in registers
-STAGES = {8: 12, 16: 11, 32: 10, 64: 8}  # by tokens of a tile, as many as fit in shared memory
+TOKENS = (8, 16, 32, 64, 128)  # of a tile, at most; sums of more do not fit in registers
+STAGES = {8: 12, 16: 11, 32: 10, 64: 8, 128: 6}  # by tokens of a tile, as many as fit in shared memory
 ALIGNED = 32  # fp32 that a copy at least has, because each begins at a multiple of 128 bytes of shared memory
 DTYPES = (torch.bfloat16,)  # of x
 

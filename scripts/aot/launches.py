@@ -107,7 +107,7 @@ def calls() -> Iterator[tuple[str, Callable]]:
     yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
     yield "attention of many queries", attention_of_many
-    for tokens in (1, 300, 1000, 4096):  # tiles of each number of tokens
+    for tokens in (1, 300, 1000, 2000, 4096):  # tiles of each number of tokens
         yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
     yield "selections by codes", selections_by_codes
 
