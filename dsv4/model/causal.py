@@ -184,7 +184,7 @@ class CausalLM(Module):
         max_context, and InputError for arguments of other types or shapes and a cache that was made for another
         model; the cache is then unchanged.
         """
-        counts, chunk = self._check(ids, cache, n_new, logits, chunk), chunk or self.chunk
+        counts, chunk = self._check(ids, cache, n_new, logits, chunk), chunk or self.chunk_beside(cache)
         out = Collector(self, ids, counts, logits, return_streams, whole)
         self.replayed = None
         self._run_pieces(ids, cache, counts, chunk, out, max(counts) > DECODED if prompt is None else prompt)
@@ -210,8 +210,16 @@ class CausalLM(Module):
 
     @property
     def chunk(self) -> int:
-        """Tokens of a row in one step, unless `append` is told otherwise."""
+        """Tokens of a row in one step, unless `append` is told otherwise or the cache leaves room for more."""
         return CHUNK if self.device.type == "cpu" else GPU_CHUNK
+
+    def chunk_beside(self, cache: Cache) -> int:
+        """Tokens of a row in one step beside this cache, unless `append` is told otherwise."""
+        return self.chunk
+
+    def gpu_chunk(self, batch: int, context: int) -> int:
+        """`chunk_beside` a cache of so many rows and tokens in GPU memory."""
+        return GPU_CHUNK
 
     @property
     def nbytes(self) -> int:

@@ -44,7 +44,7 @@ class Work(NamedTuple):
         cache = model.new_cache(self.batch, room, DEFAULT_MAX_REWIND if rewind is None else rewind)
         keep_kinds(model, cache)
         left = self.prompt
-        for tokens, skipped in pieces(self.prompt, model.chunk):
+        for tokens, skipped in pieces(self.prompt, model.chunk_beside(cache)):
             left -= skipped + tokens
             cache._main.advance(slice(0, self.batch), skipped)
             cache._mtp.advance(slice(0, self.batch), skipped)

@@ -13,7 +13,7 @@ from dsv4.loaders.expected import preset
 from dsv4.loaders.load import Inventory
 from dsv4.loaders.write import tensor_bytes
 from dsv4.model import families
-from dsv4.model.causal import CHUNK, GPU_CHUNK
+from dsv4.model.causal import CHUNK
 from dsv4.model.config import ModelConfig
 from dsv4.model.expert_memory import LONGEST, RESERVE, ExpertMemory, ExpertSizes, resident_experts
 from dsv4.model.family import Asking
@@ -105,7 +105,7 @@ def plan(
     asking = Asking(*asked_of, embedding_memory=embedding_memory)
     caches, tensors = _cache_rows(asking), held_tensors(config, inventory, choice)
     experts: dict | None = None
-    shared = rank_plans(asking, ranks, _cache_rows, CHUNK if device == "cpu" else GPU_CHUNK) if ranks > 1 else []
+    shared = rank_plans(asking, ranks, _cache_rows, CHUNK if device == "cpu" else None) if ranks > 1 else []
     if shared:
         rows, tensors = summed(shared), shared[0].tensors
     elif expert_memory is not None:

@@ -4,6 +4,7 @@ caches, and what a step takes beside them."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dsv4.kernels.indexer.triton import SCRATCH_BYTES, codes_scratch
 from dsv4.loaders.files import DTYPE_NAMES
 from dsv4.model import families
 from dsv4.model.causal import CausalLM
@@ -11,8 +12,6 @@ from dsv4.model.family import Asking
 from dsv4.model.ranks import Ranks
 from dsv4.model.together import part_of
 from dsv4.runtime.memory import Plan, Row, weight_rows
-
-SCORES = 48 << 20  # bytes of index scores at a time, of the triton backend: `dsv4.kernels.indexer.triton`
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,12 @@ class RankPlan:
         }
 
 
-def rank_plans(asking: Asking, size: int, caches: Callable[[Asking], Sequence[Row]], chunk: int) -> list[RankPlan]:
+def rank_plans(
+    asking: Asking, size: int, caches: Callable[[Asking], Sequence[Row]], chunk: int | None
+) -> list[RankPlan]:
     """The plan of each of `size` ranks, from the model that it builds, on the meta device. caches: gives the rows of a
-    rank's caches; chunk: tokens of a row in one step. Raises InputError for numbers that so many ranks cannot share."""
+    rank's caches; chunk: tokens of a row in one step, None: as on a GPU. Raises InputError for numbers that so many
+    ranks cannot share."""
     family, found = families.of(asking.config), []
     for rank in range(size):
         ranks = Ranks(rank, size)
@@ -57,7 +59,11 @@ def rank_plans(asking: Asking, size: int, caches: Callable[[Asking], Sequence[Ro
         tensors = {name: (DTYPE_NAMES[p.dtype], tuple(p.shape)) for name, p in held.items()}
         replicated = sum(p.nbytes for name, p in held.items() if part_of(model, name) is None)
         weights, kept = weight_rows(tensors, asking.embedding_memory), caches(replace(asking, ranks=ranks))
-        rows = (*weights, *kept, *step_rows(model, asking, size, chunk))
+        rows = (
+            *weights,
+            *kept,
+            *step_rows(model, asking, size, chunk or model.gpu_chunk(asking.batch, asking.context)),
+        )
         found.append(RankPlan(rank, rows, tensors, replicated))
     return found
 
@@ -68,9 +74,10 @@ def step_rows(model: CausalLM, asking: Asking, size: int, chunk: int) -> list[Ro
     c, wide, tokens = asking.config, asking.numerics.activation.itemsize, min(chunk, asking.context)
     N, d, streams = asking.batch * tokens, c.hidden_size, getattr(c, "hc_mult", 1)
     count = f"{asking.batch} rows × {tokens} tokens"
+    scores = codes_scratch(asking.context // 4) if asking.numerics.simulate_index else SCRATCH_BYTES
     row = lambda name, nbytes, formula: Row("step", name, nbytes, formula)
     sums = row("sum over ranks", (size + 2) * N * d * 4, f"({size} ranks + 2) × {count} × {d} × 4 B")
-    turns = (*_sublayers(model, c, N, count, wide), sums)
+    turns = (*_sublayers(model, c, N, count, wide, scores), sums)
     return [
         row("streams", 2 * N * streams * d * wide, f"2 × {count} × {streams} × {d} × {wide} B"),
         max(turns, key=lambda one: one.nbytes),
@@ -78,8 +85,9 @@ def step_rows(model: CausalLM, asking: Asking, size: int, chunk: int) -> list[Ro
     ]
 
 
-def _sublayers(model: CausalLM, c, N: int, count: str, wide: int) -> Iterator[Row]:
-    """Attention and what follows it, of N tokens (`count` in words) in numbers of `wide` bytes."""
+def _sublayers(model: CausalLM, c, N: int, count: str, wide: int, scores: int) -> Iterator[Row]:
+    """Attention and what follows it, of N tokens (`count` in words) in numbers of `wide` bytes. scores: bytes of index
+    scores at a time."""
     layer = model.layers[0]
     if hasattr(layer, "mlp"):
         H, KV, I = layer.self_attn.H, layer.self_attn.KV, len(layer.mlp.up_proj.weight)
@@ -89,7 +97,7 @@ def _sublayers(model: CausalLM, c, N: int, count: str, wide: int) -> Iterator[Ro
         return
     heads, k, d, I = layer.attn.H, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
     size, formula = 3 * N * heads * c.head_dim * wide, f"3 × {count} × {heads} heads × {c.head_dim} × {wide} B"
-    yield Row("step", "attention", size + SCORES, f"{formula} + {SCORES} B of index scores")
+    yield Row("step", "attention", size + scores, f"{formula} + {scores} B of index scores")
     size, formula = N * k * (3 * I + d) * wide, f"{count} × {k} experts × (3 × {I} + {d}) × {wide} B"
     yield Row("step", "routed experts", size, formula)
 

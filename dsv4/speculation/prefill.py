@@ -20,14 +20,14 @@ def prefill(
     on_prefill: Callable[[int, int], None] | None = None,
     chunk: int | None = None,
 ) -> tuple[Logits, torch.Tensor | None]:
-    """Append the prompts to an empty cache in pieces of `chunk` tokens, by default `model.chunk`.
+    """Append the prompts to an empty cache in pieces of `chunk` tokens, by default `model.chunk_beside(cache)`.
 
     on_streams(streams [B, T, n, d], next ids int64 [B, T], counts): the main model's streams of a piece, the token
     after each, and for how many positions of each row that token is known (after a prompt's last token it is not).
     on_prefill(done, total). Returns the logits [B, 1, vocab] of each row's last token, of several ranks each its own,
     and, if on_streams is given, its streams [B, 1, n, d].
     """
-    lengths, chunk = [len(row) for row in prompts], chunk or model.chunk
+    lengths, chunk = [len(row) for row in prompts], chunk or model.chunk_beside(cache)
     longest, held, logits = max(lengths), None, None
     ids = torch.tensor([row + [0] * (longest - n) for row, n in zip(prompts, lengths)])
     for start in range(0, longest, chunk):

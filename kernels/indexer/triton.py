@@ -17,7 +17,9 @@ ALIGNED = 64  # entries to which a row of scores is padded
 # Pairs of a query and an entry, of a batch row, from which rounded queries are scored as codes, and queries that there
 # are at least. (`scripts/tune_index.py` on an H200: 2^18 pairs take 27 µs and 25 otherwise, 2^24 304 and 472.)
 CODED_PAIRS, CODED_QUERIES = 1 << 20, 64
-CODES_SCRATCH_BYTES = 208 << 20  # of their scores
+# Of their scores: in 208 MiB programs come out even at 32,768 entries, which takes a tenth less than in 96. With more
+# than LONG entries caches leave no room for that.
+CODES_SCRATCH_BYTES, LONG_SCRATCH_BYTES, LONG = 208 << 20, 96 << 20, 1 << 16
 
 
 def index_scores(
@@ -67,7 +69,8 @@ def select_entries(
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
     result is every visible entry, and −1 for the others. So is that of a query that sees at most k, if it is one of
-    many. At most 48 MiB of scores (208 of codes) exist at a time, or those of one query if these are more.
+    many. At most 48 MiB of scores exist at a time (of codes 208, or 96 of many entries), or those of one query if
+    these are more.
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T]. rounded: q,
     and keys that are not packed, were rounded by `simulate_fp4_blocks`: they may be multiplied as FP8 codes
@@ -108,7 +111,7 @@ def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Te
 def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor) -> None:
     """The selection of scores by `launch_codes`, k < n."""
     width, (B, T), device = _width(n), q.shape[:2], q.device
-    batches, queries = _chunk_of_codes(B, T, max(1, CODES_SCRATCH_BYTES // (4 * width)), device)
+    batches, queries = _chunk_of_codes(B, T, max(1, codes_scratch(n) // (4 * width)), device)
     how = plan(batches * queries, n, k)
     scores = torch.empty(batches * queries * width, dtype=torch.float32, device=device)
     codes, known = triton_fp8.coded_keys(keys), k if how.by_number else 0
@@ -116,6 +119,11 @@ def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tenso
         seen, part = visible[c, s], _part(scores, visible[c, s], width)
         triton_fp8.launch_codes(q[c, s], weights[c, s], codes.rows(c), seen, part, width, known)
         choose(how, part, n, k, seen, out[c, s], scored=not how.by_number)
+
+
+def codes_scratch(n: int) -> int:
+    """Bytes of scores of codes at a time, of n entries."""
+    return CODES_SCRATCH_BYTES if n <= LONG else min(LONG_SCRATCH_BYTES, CODES_SCRATCH_BYTES)
 
 
 def _width(n: int) -> int:

@@ -119,8 +119,8 @@ def measure_prefill(model, tokens: int, machine: Machine, chunk: int | None = No
     up to a half too long, so the fastest of several counts.
     """
     torch.cuda.reset_peak_memory_stats()
-    chunk = chunk or model.chunk
-    cache, ids = model.new_cache(1, tokens), torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+    cache = model.new_cache(1, tokens)
+    chunk, ids = chunk or model.chunk_beside(cache), torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
     times, compiles, waits = [], [], []
     for _ in range(1 + RUNS):
         cache.reset()

@@ -98,9 +98,14 @@ def assert_close(y, right) -> None:
 
 
 def within_moves(y, right) -> bool:
-    """Whether every row is right to 2^-6 as a relative L2, and each element to 2^-4 of the largest of its row."""
+    """Whether every row is right to 2^-5 as a relative L2, and each element to 2^-4 of the largest of its row.
+
+    On a host, sums of Flash's widths that were off by 2^-13 of their terms moved rows by up to 0.023 and elements by up
+    to 0.024: a block whose largest value falls on the other side of a power of two is rounded anew. One block with a
+    wrong scale moves a row by 0.18 and more.
+    """
     off = (y.float() - right).abs()
-    rows = off.norm(dim=1) <= 2**-6 * right.norm(dim=1)
+    rows = off.norm(dim=1) <= 2**-5 * right.norm(dim=1)
     return bool(rows.all()) and bool((off <= 2**-4 * right.abs().amax(1, keepdim=True)).all())
 
 
