@@ -161,16 +161,18 @@ def compiling(
     was. Of several ranks the first compiles, and all wait for it. Nothing may have used CUDA. Left by an exception, it
     ends."""
     from dsv4.model.ranks import here
-    from dsv4.runtime.compiling import Compiled, Compiling
+    from dsv4.runtime.compiling import Compiled, Compiling, hashing_triton
 
     begun = None
     if (asked() or (0, 1))[0] == 0:
         gpu = _gpu(choices.device)
         begun = Compiling(*subject.planned(choices, gpu), work, gpu, jobs)
+    hashed = hashing_triton()
 
     def finish() -> Compiled:
         with progress_bar("compiling", "kernels", shown and begun is not None and begun.needed) as bar:
             found = Compiled() if begun is None else begun.wait(bar)
+        hashed.join()
         if here().group is not None:
             here().group.exchange("compiled kernels", b"")
         return found

@@ -22,6 +22,7 @@ from functools import cache
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import NamedTuple
 
@@ -102,6 +103,14 @@ class Compiling:
         if self._process is not None:
             self._process.kill()
             self._process.join()
+
+
+def hashing_triton() -> Thread:
+    """Of a process that does not fork any more: before its first launch Triton hashes its own files, which may be done
+    beside the reading of weights. Until the thread ends, a launch would hash them again."""
+    thread = Thread(target=triton_key, daemon=True)
+    thread.start()
+    return thread
 
 
 def mark(subject: object, work: Runs, gpu: GPU) -> Path:

@@ -5,6 +5,7 @@ Each case runs in a process without Triton's interpreter, in which the other tes
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from shutil import move
 
@@ -147,3 +148,18 @@ def warm(*arguments: str, cache: Path):
 def test_what_warm_refuses(arguments, why, tmp_path):
     ran = warm(*arguments, cache=tmp_path)
     assert ran.returncode == 2 and ran.stderr.startswith("error: ") and why in ran.stderr and not ran.stdout
+
+
+def test_triton_hashes_its_files_beside_the_loading_and_before_a_launch(monkeypatch):
+    """Seen from the second of two ranks, which compiles nothing."""
+    from dsv4.commands import warm
+    from dsv4.runtime import compiling
+
+    loaded, hashed = threading.Event(), []
+    monkeypatch.setattr(compiling, "triton_key", lambda: loaded.wait(10) and hashed.append("whole"))
+    monkeypatch.setattr(warm, "asked", lambda: (1, 2))
+    with warm.compiling(None, None, None) as finish:
+        assert not hashed
+        loaded.set()
+        finish()
+        assert hashed == ["whole"]
