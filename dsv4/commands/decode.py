@@ -46,6 +46,7 @@ from dsv4.commands.options import (
 from dsv4.commands.terminal import errors, print_json, progress_bar, show, wide
 from dsv4.errors import InputError
 from dsv4.parallel.ranks_asked import asked, speaks
+from dsv4.runtime import driver
 
 
 def generate(
@@ -115,6 +116,7 @@ def generate(
 ):
     """Generate text from a checkpoint. stdout gets the text; stderr gets progress and a summary of three lines."""
     spread(tensor_parallel_size)
+    driver.start(device)
     from dsv4.cache.host_tier.choice import memory_named
     from dsv4.commands import generate as run
     from dsv4.commands import tables
@@ -291,6 +293,7 @@ def batch(
     """Run many requests over one pool of pages. stdout gets a JSON result a line as each ends, then the figures; stderr
     gets a table at the end. Exit code 1 if any request failed."""
     spread(tensor_parallel_size)
+    driver.start(device)
     from dsv4.commands import generate as run
     from dsv4.commands import tables
     from dsv4.commands.batch import Options, run_batch

@@ -34,6 +34,7 @@ from dsv4.kernels.recording import Launch, target_of
 from dsv4.kernels.triton_cache import triton_key
 from dsv4.model.causal import CausalLM
 from dsv4.parallel.ranks_asked import end_with
+from dsv4.runtime.driver import library
 from dsv4.runtime.launches import Runs, Work, launches
 from dsv4.runtime.threads import usable_processors
 
@@ -146,12 +147,8 @@ def sources() -> str:
 def present_gpu(index: int = 0) -> GPU:
     """GPU `index` of this process, by the driver's library, which leaves torch's CUDA unused. Raises InputError if
     there is none."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        raise InputError("this machine has no CUDA driver; name a card, e.g. --device h100") from None
-    device, value = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index):
+    driver, device, value = library(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), index):
         raise InputError(f"this machine has no CUDA device {index}; name a card, e.g. --device h100")
 
     def attribute(number: int) -> int:
