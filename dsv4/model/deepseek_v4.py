@@ -42,9 +42,8 @@ from dsv4.model.vocabulary import Embedding, Head
 
 # The host takes longer to launch a layer of a prompt than the device to run 2,048 tokens of it: 8K tokens of 8 layers
 # took 164 ms in chunks of 2,048 and 89 in chunks of 4,096 (H200). Beside caches of more tokens memory may have no room:
-# two cards of 80 GB hold Flash and 1M tokens only with the smaller chunks. Of several ranks each has less to run and as
-# much to launch, so they take as many chunks at once, up to two.
-LARGE_CHUNK, LARGE_CHUNK_BESIDE, MOST_CHUNKS = 4096, 512 << 10, 2
+# two cards of 80 GB hold Flash and 1M tokens only with the smaller chunks.
+LARGE_CHUNK, LARGE_CHUNK_BESIDE = 4096, 512 << 10
 
 
 class Model(CausalLM):
@@ -97,8 +96,7 @@ class Model(CausalLM):
         return self.gpu_chunk(cache.batch, cache.max_context) if whole and self.device.type != "cpu" else self.chunk
 
     def gpu_chunk(self, batch: int, context: int) -> int:
-        large = LARGE_CHUNK * min(self.ranks.size, MOST_CHUNKS)
-        return large if batch == 1 and context <= LARGE_CHUNK_BESIDE else GPU_CHUNK
+        return LARGE_CHUNK if batch == 1 and context <= LARGE_CHUNK_BESIDE else GPU_CHUNK
 
     def cache_layout(self, memory: HostMemory | None = None) -> LatentLayout:
         given = self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows

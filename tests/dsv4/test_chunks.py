@@ -6,7 +6,6 @@ import torch
 from dsv4.model.causal import CHUNK, GPU_CHUNK
 from dsv4.model.deepseek_v4 import LARGE_CHUNK, LARGE_CHUNK_BESIDE
 from dsv4.model.dummy import plan_dummy
-from dsv4.model.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -35,10 +34,3 @@ def test_a_cache_in_pages_takes_smaller_steps():
     cache = model.new_cache(1, 8192, 0)
     cache.__class__ = type("Paged", (type(cache),), {})
     assert model.chunk_beside(cache) == model.chunk == GPU_CHUNK
-
-
-@pytest.mark.parametrize("size, chunks", [(1, 1), (2, 2), (4, 2)])
-def test_ranks_take_more_at_once(size, chunks):
-    model = plan_dummy("flash", 2, "native", "triton", "fp8", "fp4")
-    model.ranks = Ranks(0, size)
-    assert model.gpu_chunk(1, 8192) == chunks * LARGE_CHUNK and model.gpu_chunk(2, 8192) == GPU_CHUNK
