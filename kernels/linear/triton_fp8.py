@@ -22,7 +22,7 @@ from dsv4.kernels.quantize.triton_codes import e4m3_blocks, widen
 from dsv4.kernels.rms_norm.triton import rms_norm_codes
 
 BLOCK = 128  # columns of a scale of activations, rows and columns of one of weights
-ROWS_QUANTISED, MANY_BLOCKS = (8, 32), 1 << 15  # blocks of a program that quantises, of few and of so many blocks
+ROWS_QUANTISED = 8  # blocks of a program that quantises
 SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 MOST_STAGES = 16
 
@@ -72,10 +72,9 @@ def quantised(x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.
     N, K = x.shape
     codes = torch.empty(N, K, dtype=torch.uint8, device=x.device)
     scales = torch.empty(K // BLOCK, N, dtype=torch.float32, device=x.device)
-    dependent, blocks = dependent_launch(x.device), N * (K // BLOCK)
-    rows = ROWS_QUANTISED[blocks >= MANY_BLOCKS]
-    _quantise[(triton.cdiv(blocks, rows),)](
-        x, x.stride(0), codes, scales, N, K, rows, dependent, num_warps=4, launch_pdl=dependent
+    dependent = dependent_launch(x.device)
+    _quantise[(triton.cdiv(N * (K // BLOCK), ROWS_QUANTISED),)](
+        x, x.stride(0), codes, scales, N, K, ROWS_QUANTISED, dependent, num_warps=4, launch_pdl=dependent
     )
     return codes, scales
 
