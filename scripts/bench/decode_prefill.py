@@ -120,7 +120,8 @@ def measure_prefill(model, tokens: int, machine: Machine, chunk: int | None = No
     """
     torch.cuda.reset_peak_memory_stats()
     cache = model.new_cache(1, tokens)
-    chunk, ids = chunk or model.chunk_beside(cache), torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+    chunk = chunk or model.chunk_beside(cache)
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
     times, compiles, waits = [], [], []
     for _ in range(1 + RUNS):
         cache.reset()
