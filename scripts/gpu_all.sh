@@ -3,7 +3,7 @@
 #
 #     scripts/gpu_all.sh [PART…]      tests kernels experts decode audit matrix identity together selftest speculation speculation_text
 #                                   gqa_decode sweep_llama sweep_qwen termination first_token counters regime host_tier expert_memory
-#                                   host_waits start tiles parallel; all but tiles and parallel, which needs two GPUs, if none
+#                                   host_waits start table tiles parallel; all but table, tiles and parallel, which needs two GPUs, if none
 #
 # tests: scripts/gpu_tests.sh triton gpu. kernels, decode: the benchmarks, beside the peers in $PEERS if that is set
 # (scripts/peers.sh). experts: their cost from 1 to 4,096 tokens. audit: the demo checkpoint on the triton backend, plain and on packed caches, and the small GQA model, side by
@@ -15,7 +15,8 @@
 # GQA model with the agreement table and needles of 32K haystacks; first_token: prompts of a whole GQA model, dense and sparse, by
 # length; counters: hardware counters of kernels, by ncu; regime: the cost model of both kinds of
 # model and its map; host_tier: caches in host memory; expert_memory: routed experts there; host_waits: how often the host
-# waits while the demo decodes with drafts; start: from process start to the first token, compiled and not; tiles: kernels of Gluon beside
+# waits while the demo decodes with drafts; start: from process start to the first token, compiled and not; table: kernels beside the published ones, steps, prompts
+# and the start at one commit, as one table; it goes on where it stopped when called again with JOURNALS; tiles: kernels of Gluon beside
 # those that they may replace, tile by tile; parallel: a model that two GPUs hold together, its tests first. Parts run one after another, because some are timed; each at most LIMIT seconds
 # (default 600). Results go to $OUT, or each to its place in audits/ (scripts/places.py).
 # WITHOUT: peers to leave out (default: those that tune or compile themselves for a minute a row).
@@ -49,6 +50,18 @@ parallel() {
   "$python" -m pytest -q -m gpu tests/gpu/test_ranks.py &&
     "$python" scripts/bench_parallel.py --ranks 1 --only part --journal "$JOURNALS/parallel.jsonl" ${OUT:+--out "$OUT"} &&
     "$python" scripts/bench_parallel.py --journal "$JOURNALS/parallel.jsonl" ${OUT:+--out "$OUT"}
+}
+table() {  # what was measured before, at this commit, stays
+  local at=$JOURNALS/table wrong=0 numerics
+  "$python" scripts/bench_kernels.py --only "$("$python" scripts/bench_table.py --rows)" --journal "$JOURNALS/table.jsonl" \
+    --without "$without" --out "$at/kernels" || wrong=1
+  for numerics in native qat; do
+    [ -f "$at/$numerics/done" ] || { "$python" scripts/bench_decode.py --numerics $numerics --batch 1,8,17,32,64 --context 8K \
+      --transformers 0 --prefill 8K,128K --out "$at/$numerics" && touch "$at/$numerics/done"; } || wrong=1
+  done
+  [ -f "$at/start/done" ] || { "$python" scripts/measure_start.py --out "$at/start" && touch "$at/start/done"; } || wrong=1
+  "$python" scripts/bench_table.py "$at" ${OUT:+--out "$OUT"} || wrong=1
+  return $wrong
 }
 tiles() {
   local wrong=0 script
@@ -84,13 +97,14 @@ part() {
     parallel) parallel ;;
     start) "$python" scripts/measure_start.py ${OUT:+--out "$OUT"} &&
       "$python" scripts/measure_start.py --dummy-weights flash --layers 8 --runs 1 ${OUT:+--out "$OUT/flash"} ;;
+    table) table ;;
     tiles) tiles ;;
     host_waits) "$python" scripts/measure_host_waits.py ${OUT:+--out "$OUT"} ;;
     *) echo "unknown part $1"; return 2 ;;
   esac
 }
 export python without
-export -f part audit parallel tiles place
+export -f part audit parallel table tiles place
 table=() failed=0
 for name in "${parts[@]}"; do
   echo "== $name"

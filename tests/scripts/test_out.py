@@ -19,6 +19,7 @@ SCRIPTS = {  # what --out names, and what else the command line needs
     "bench_kernels": ("", []),
     "bench_decode": ("", []),
     "bench_experts": ("", []),
+    "bench_table": ("", []),
     "bench_host_tier": ("", []),
     "bench_speculation": ("", []),
     "bench_speculation_sim": ("", []),
