@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -33,7 +34,7 @@ def ways(N: int, O: int) -> Iterator[tuple[str, Callable]]:
     """(name, product) of the tiles that are tried."""
     chosen = triton_fp8.tile_for(N, O, processors(torch.device("cuda")))
     yield f"chosen {tuple(chosen)}", triton_fp8.product
-    for tile in triton_fp8.TIMES:
+    for tile in (*triton_fp8.TIMES, *triton_fp8.UNTIMED):
         if tile != chosen and N > tile.tokens // 2:
             yield f"{tuple(tile)}", partial(triton_fp8.product, tile=tile)
 
@@ -52,6 +53,9 @@ def main() -> int:
             x = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
             right, out = linear.linear(x, w, True), torch.empty(N, O, dtype=torch.bfloat16, device="cuda")
             print(f"{O}×{K}, {N} tokens: now {timed(lambda: linear.linear(x, w, True)):.1f} µs", flush=True)
+            for blocks in (8, 32):
+                with patch.object(triton_fp8, "ROWS_QUANTISED", blocks):
+                    print(f"  rounded by programs of {blocks} blocks: {timed(lambda: triton_fp8.quantised(x)):.1f} µs")
             given, held = triton_fp8.quantised(x), hold("linear", w)
             for name, product in ways(N, O):
                 if time.monotonic() - begun > args.seconds:

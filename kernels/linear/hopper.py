@@ -37,10 +37,11 @@ def product(
 ):
     """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed.
 
-    X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. SPLIT:
-    the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they are 128. GROUP:
-    blocks of rows that are visited with all tokens before the next ones, so that both stay in the L2 cache. STAGES: an
-    even number if SPLIT.
+    X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. stride:
+    from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N anything. SPLIT:
+    the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they are 128 or 256.
+    GROUP: blocks of rows that are visited with all tokens before the next ones, so that both stay in the L2 cache.
+    STAGES: an even number if SPLIT.
     """
     T: gl.constexpr = X.block_type.shape[0]
     R: gl.constexpr = W.block_type.shape[0]
@@ -138,34 +139,46 @@ def multiply(
     N, stride = sizes
     T: gl.constexpr = x_ring.shape[1]
     R: gl.constexpr = w_ring.shape[1]
+    WAVES: gl.constexpr = 1 if SPLIT else T // (2 * WAVE)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     BLOCKS: gl.constexpr = K // COLUMNS
     STEP: gl.constexpr = 2 if SPLIT else 1
     FIRST: gl.constexpr = WHICH if SPLIT else 0
-    MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVE  # first token within the tile
+    MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
     gdc_wait()
     number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
         token, row = place(tile, N, O, R, T, GROUP)
         token += MINE
         scales = S + row // 128 * BLOCKS
-        t = token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
-        at = SCALES + gl.minimum(t, N - 1)
+        at = SCALES + token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
         acc = gl.zeros([WAVE, R], gl.float32, SUMS)
+        acc1 = acc
         # Scales of a block are loaded while the block before it is multiplied, and not touched until it has been.
         first = FIRST if FIRST < BLOCKS else 0
         of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first)
+        of_token1 = gl.load(at + first * stride + WAVE) if WAVES == 2 else of_token
         for block in range(FIRST, BLOCKS, STEP):
             stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
             mbarrier.wait(full.index(stage), turn & 1)
             x, w = x_ring.index(stage), w_ring.index(stage).permute([1, 0])
             zero = gl.zeros([WAVE, R], gl.float32, SUMS)
             part = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
-            factor, later = of_token * scale_of(of_weight), gl.minimum(block + STEP, BLOCKS - 1)
+            scale, later = scale_of(of_weight), gl.minimum(block + STEP, BLOCKS - 1)
+            factor, factor1 = of_token * scale, of_token1 * scale
             of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later)
+            if WAVES == 2:
+                of_token1 = gl.load(at + later * stride + WAVE)
             part = warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(stage), count=1)
+            if WAVES == 1:
+                mbarrier.arrive(empty.index(stage), count=1)
             acc += part * factor[:, None]
+            if WAVES == 2:
+                # Registers of the first products are taken again: others would be spilled.
+                part = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=[part])
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc1 += part * factor1[:, None]
         if SPLIT:  # the second warpgroup's part of the sums goes to the first by shared memory
             turn = number & 1
             if WHICH == 1:
@@ -179,6 +192,8 @@ def multiply(
                 write(OUT, out.index(0), acc, token, row)
         else:
             write(OUT, out.index(WHICH), acc, token, row)
+            if WAVES == 2:
+                write(OUT, out.index(WHICH), acc1, token + WAVE, row)
         number += 1
     tma.store_wait(0)
 

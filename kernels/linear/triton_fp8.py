@@ -25,11 +25,12 @@ BLOCK = 128  # columns of a scale of activations, rows and columns of one of wei
 ROWS_QUANTISED = 8  # blocks of a program that quantises
 SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 MOST_STAGES = 16
+MOST_TOKENS = 256  # of a tile
 
 
 class Tile(NamedTuple):
     """What a program of `hopper.product` computes at a time: tokens × rows of the weight. split: its two warpgroups
-    take every other block of columns of 64 tokens, instead of half of 128 tokens."""
+    take every other block of columns of 64 tokens, instead of half of 128 or 256 tokens."""
 
     tokens: int
     rows: int
@@ -45,6 +46,7 @@ class Tile(NamedTuple):
 
 # Tiles, and the time of one beside the others' (`scripts/tune_fp8.py` on an H200: µs for 4096 columns).
 TIMES = {Tile(64, 32, True): 5.0, Tile(64, 64, True): 6.7, Tile(64, 128, True): 11.0, Tile(128, 128, False): 15.5}
+UNTIMED = (Tile(256, 128, False),)  # not chosen before `scripts/tune_fp8.py` has run with it
 
 
 @cache
@@ -65,22 +67,38 @@ def takes(h: Held, device: torch.device) -> bool:
 
 
 def quantised(x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [N, K], normalised unless `norm` is None → E4M3 codes uint8 [N, K] and their scales fp32 [K / 128, N]: x
-    rounded is code · scale, as `simulate_fp8_blocks` has it."""
+    """x [N, K], normalised unless `norm` is None → E4M3 codes uint8 [N, K] and their scales fp32 [K / 128, N], as
+    `scales_of`: x rounded is code · scale, as `simulate_fp8_blocks` has it."""
     if norm is not None:
-        return rms_norm_codes(x, norm, eps)
+        return rms_norm_codes(x, norm, eps, scales_of(x))
     N, K = x.shape
     codes = torch.empty(N, K, dtype=torch.uint8, device=x.device)
-    scales = torch.empty(K // BLOCK, N, dtype=torch.float32, device=x.device)
-    dependent = dependent_launch(x.device)
+    scales, dependent = scales_of(x), dependent_launch(x.device)
     _quantise[(triton.cdiv(N * (K // BLOCK), ROWS_QUANTISED),)](
-        x, x.stride(0), codes, scales, N, K, ROWS_QUANTISED, dependent, num_warps=4, launch_pdl=dependent
+        x,
+        x.stride(0),
+        codes,
+        scales,
+        scales.stride(0),
+        N,
+        K,
+        ROWS_QUANTISED,
+        dependent,
+        num_warps=4,
+        launch_pdl=dependent,
     )
     return codes, scales
 
 
-@triton.jit(do_not_specialize=["N"])
-def _quantise(X, x_stride, CODES, SCALES, N, K: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr):
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [K / 128, N] for the scales of x [N, K], with room for whole tiles of tokens behind each row."""
+    N, K = x.shape
+    room = triton.cdiv(N, MOST_TOKENS) * MOST_TOKENS
+    return torch.empty(K // BLOCK, room, dtype=torch.float32, device=x.device)[:, :N]
+
+
+@triton.jit(do_not_specialize=["N", "stride"])
+def _quantise(X, x_stride, CODES, SCALES, stride, N, K: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr):
     launch_dependents(EARLY)
     pair, i = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, 128)
     row, block = pair // (K // 128), pair % (K // 128)
@@ -90,7 +108,7 @@ def _quantise(X, x_stride, CODES, SCALES, N, K: tl.constexpr, R: tl.constexpr, E
     x = widen(tl.load(X + row[:, None] * x_stride + c, mask=live[:, None], other=0.0))
     codes, scales = e4m3_blocks(x)
     tl.store(CODES + row[:, None] * K + c, codes, mask=live[:, None])
-    tl.store(SCALES + block * N + row, scales, mask=live)
+    tl.store(SCALES + block * stride + row, scales, mask=live)
 
 
 def product(codes: torch.Tensor, scales: torch.Tensor, h: Held, out: torch.Tensor, tile: Tile | None = None) -> None:
@@ -103,7 +121,7 @@ def product(codes: torch.Tensor, scales: torch.Tensor, h: Held, out: torch.Tenso
     x = described(codes.view(torch.float8_e4m3fn), tile.tokens, BLOCK)
     w, y = described(h.weight, tile.rows, BLOCK), described(out, 64, tile.rows)
     hopper.product[(min(triton.cdiv(N, tile.tokens) * blocks, processors(device)),)](
-        x, w, y, scales, h.scale, N, N, h.O, h.K, tile.split, group, tile.stages(out.dtype), num_warps=4,
+        x, w, y, scales, h.scale, N, scales.stride(0), h.O, h.K, tile.split, group, tile.stages(out.dtype), num_warps=4,
         maxnreg=168, launch_pdl=dependent_launch(device),
     )  # fmt: skip
 

@@ -25,10 +25,11 @@ def rms_norm_fp8(x: torch.Tensor, weight: torch.Tensor | None, eps: float, block
     return _normed(x, weight, eps, block)
 
 
-def rms_norm_codes(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rms_norm_fp8` in blocks of 128, of x [N, D], D a multiple of 128: E4M3 codes uint8 [N, D], scales fp32
-    [D / 128, N]."""
-    scales = torch.empty(x.shape[1] // CODED, x.shape[0], dtype=torch.float32, device=x.device)
+def rms_norm_codes(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rms_norm_fp8` in blocks of 128, of x [N, D], D a multiple of 128: E4M3 codes uint8 [N, D], and scales fp32
+    [D / 128, N], with adjacent columns, which are written."""
     return _normed(x, weight, eps, CODED, scales), scales
 
 
@@ -55,6 +56,7 @@ def _normed(
         scales,
         M,
         rows.stride(0),
+        0 if scales is None else scales.stride(0),
         eps,
         D,
         weight is not None,
@@ -92,7 +94,7 @@ def normed(x, eps, D: tl.constexpr):
     return x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "scales_stride"])
 def _rms_norm(
     X,
     W,
@@ -100,6 +102,7 @@ def _rms_norm(
     SCALES,
     M,
     stride,
+    scales_stride,
     eps,
     D: tl.constexpr,
     WEIGHED: tl.constexpr,
@@ -122,7 +125,7 @@ def _rms_norm(
     if SCALES is not None:
         codes, scales = e4m3_blocks(tl.reshape(widen(y), [R, B // BLOCK, BLOCK]))
         block = tl.arange(0, B // BLOCK)[None, :]
-        tl.store(SCALES + block * M + row[:, None], scales, mask=(row[:, None] < M) & (block < D // BLOCK))
+        tl.store(SCALES + block * scales_stride + row[:, None], scales, mask=(row[:, None] < M) & (block < D // BLOCK))
         y = tl.reshape(codes, [R, B])
     elif BLOCK > 0:
         y = narrow(fp8_blocks(widen(y), D, R, B, BLOCK), Y.dtype.element_ty)

@@ -36,6 +36,8 @@ CASES = [  # tokens, rows, columns, tile, programs, stages
     (130, 256, 512, Tile(128, 64, False), 3, 3),
     (300, 256, 384, Tile(128, 128, False), 132, 4),  # more stages than blocks
     (257, 256, 640, Tile(128, 128, False), 2, 2),
+    (300, 256, 384, Tile(256, 128, False), 132, 4),
+    (257, 256, 640, Tile(256, 64, False), 2, 2),
 ]
 
 
@@ -73,7 +75,7 @@ def test_on_the_gpu(N, O, K):
     given, held = triton_fp8.quantised(x), hold("linear", w)
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
-    for tile in (None, *triton_fp8.TIMES):
+    for tile in (None, *triton_fp8.TIMES, *triton_fp8.UNTIMED):
         outs = [torch.full((N, O), float("nan"), dtype=dtype, device="cuda") for _ in range(3)]
         for out in outs:
             triton_fp8.product(*given, held, out, tile)
@@ -86,4 +88,6 @@ def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = x.float().unflatten(-1, (-1, 128))
     exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=1e-4) / 448))
     codes = (blocks / torch.exp2(exponent).unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8), torch.exp2(exponent).t().contiguous()
+    scales = triton_fp8.scales_of(x)
+    scales.copy_(torch.exp2(exponent).t())
+    return codes.view(torch.uint8), scales

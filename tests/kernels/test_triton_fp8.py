@@ -39,6 +39,6 @@ def test_other_weights_are_refused(O, K, block):
     codes, scale = torch.zeros(O, K, device=DEVICE), torch.ones(rows, columns, device=DEVICE)
     w = PackedWeight(WeightFormat.FP8, codes.to(torch.float8_e4m3fn), scale, block=block)
     codes = torch.zeros(2, K, dtype=torch.uint8, device=DEVICE)
-    scales = torch.ones(K // 128, 2, device=DEVICE)
+    scales = triton_fp8.scales_of(torch.zeros(2, K, device=DEVICE))
     with pytest.raises(UnsupportedInput, match="FP8 products take FP8 weights in blocks of 128 × 128"):
         triton_fp8.product(codes, scales, hold("linear", w), torch.empty(2, O, device=DEVICE))
