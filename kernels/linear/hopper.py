@@ -24,23 +24,29 @@ WAVE = gl.constexpr(64)  # tokens of one wgmma
 def product(
     X,
     W,
+    W1,
     OUT,
+    OUT1,
     SCALES,
     S,
+    S1,
     N,
     stride,
     O: gl.constexpr,
+    O1: gl.constexpr,
     K: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed.
+    """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
+    [N, O1] likewise, of W1 and S1, unless O1 is 0.
 
     X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. stride:
     from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N anything. SPLIT:
     the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they are 128 or 256.
-    GROUP: blocks of rows that are visited with all tokens before the next ones, so that both stay in the L2 cache.
+    GROUP: blocks of rows of one weight that are visited with all tokens before the next ones, so that both stay in the
+    L2 cache.
     STAGES: an even number if SPLIT.
     """
     T: gl.constexpr = X.block_type.shape[0]
@@ -62,9 +68,15 @@ def product(
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
-            (multiply, (0, OUT, rings, out, parts, barriers, SCALES, S, sizes, O, K, SPLIT, GROUP, STAGES)),
-            (multiply, (1, OUT, rings, out, parts, barriers, SCALES, S, sizes, O, K, SPLIT, GROUP, STAGES)),
-            (copy_tiles, ((X, W), rings, barriers, N, O, K, SPLIT, GROUP, STAGES)),
+            (
+                multiply,
+                (0, (OUT, OUT1), rings, out, parts, barriers, (SCALES, S, S1), sizes, O, O1, K, SPLIT, GROUP, STAGES),
+            ),
+            (
+                multiply,
+                (1, (OUT, OUT1), rings, out, parts, barriers, (SCALES, S, S1), sizes, O, O1, K, SPLIT, GROUP, STAGES),
+            ),
+            (copy_tiles, ((X, W, W1), rings, barriers, N, O, O1, K, SPLIT, GROUP, STAGES)),
         ],
         [4, 1],
         [232, 40],
@@ -72,8 +84,8 @@ def product(
 
 
 @gluon.jit
-def place(tile, N, O: gl.constexpr, R: gl.constexpr, T: gl.constexpr, GROUP: gl.constexpr):
-    """(first token, first row) of a tile."""
+def place(tile, N, R: gl.constexpr, T: gl.constexpr, GROUP: gl.constexpr):
+    """(first token, first row) of a tile; rows of the second weight follow those of the first."""
     tokens = gl.cdiv(N, T)
     group, within = tile // (GROUP * tokens), tile % (GROUP * tokens)
     return within // GROUP * T, (group * GROUP + within % GROUP) * R
@@ -95,47 +107,58 @@ def in_ring(number, block, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl
 
 @gluon.jit
 def copy_tiles(
-    descriptors, rings, barriers, N, O: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
+    descriptors, rings, barriers, N, O: gl.constexpr, O1: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of weights are copied before earlier kernels have ended, as far as the ring goes; those of activations are
     not."""
-    X, W = descriptors
+    X, W, W1 = descriptors
     x_ring, w_ring = rings
     full, empty, _ = barriers
     T: gl.constexpr = X.block_type.shape[0]
     R: gl.constexpr = W.block_type.shape[0]
     BLOCKS: gl.constexpr = K // COLUMNS
     AHEAD: gl.constexpr = STAGES if STAGES < BLOCKS else BLOCKS  # of the first tile: block i is in stage i
-    first, row = place(gl.program_id(0), N, O, R, T, GROUP)
+    first, row = place(gl.program_id(0), N, R, T, GROUP)
     for i in gl.static_range(AHEAD):
         mbarrier.expect(full.index(i), X.block_type.nbytes + W.block_type.nbytes)
-        tma.async_copy_global_to_shared(W, [row, i * COLUMNS], full.index(i), w_ring.index(i))
+        copy_weight(W, W1, row, i * COLUMNS, full.index(i), w_ring.index(i), O, O1)
     gdc_wait()
     for i in gl.static_range(AHEAD):
         tma.async_copy_global_to_shared(X, [first, i * COLUMNS], full.index(i), x_ring.index(i))
     number = 0
-    for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
-        first, row = place(tile, N, O, R, T, GROUP)
+    for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
+        first, row = place(tile, N, R, T, GROUP)
         # Of a variable that is AHEAD before the loop and 0 after a turn, Triton 3.6.0 and 3.7.1 make AHEAD.
         for block in range(gl.where(number == 0, AHEAD, 0), BLOCKS):
             stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
             mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
-            tma.async_copy_global_to_shared(W, [row, block * COLUMNS], ready, w_ring.index(stage))
+            copy_weight(W, W1, row, block * COLUMNS, ready, w_ring.index(stage), O, O1)
             tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, x_ring.index(stage))
         number += 1
 
 
 @gluon.jit
+def copy_weight(W, W1, row, column, ready, buffer, O: gl.constexpr, O1: gl.constexpr):
+    if O1 == 0:
+        tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
+    elif row < O:
+        tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
+    else:
+        tma.async_copy_global_to_shared(W1, [row - O, column], ready, buffer)
+
+
+@gluon.jit
 def multiply(
-    WHICH: gl.constexpr, OUT, rings, out, parts, barriers, SCALES, S, sizes, O: gl.constexpr, K: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    WHICH: gl.constexpr, outs, rings, out, parts, barriers, scaling, sizes, O: gl.constexpr, O1: gl.constexpr,
+    K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The tiles of this program, as far as they are those of warpgroup WHICH."""
     x_ring, w_ring = rings
     full, empty, summed = barriers
+    SCALES, S, S1 = scaling
     N, stride = sizes
     T: gl.constexpr = x_ring.shape[1]
     R: gl.constexpr = w_ring.shape[1]
@@ -147,10 +170,12 @@ def multiply(
     MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
     gdc_wait()
     number = 0
-    for tile in range(gl.program_id(0), gl.cdiv(N, T) * (O // R), gl.num_programs(0)):
-        token, row = place(tile, N, O, R, T, GROUP)
+    for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
+        token, row = place(tile, N, R, T, GROUP)
         token += MINE
         scales = S + row // 128 * BLOCKS
+        if O1 > 0:
+            scales = gl.where(row < O, scales, S1 + (row - O) // 128 * BLOCKS)
         at = SCALES + token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
         acc = gl.zeros([WAVE, R], gl.float32, SUMS)
         acc1 = acc
@@ -189,11 +214,11 @@ def multiply(
                 mbarrier.wait(summed.index(0), turn)
                 acc += parts.index(0).load(SUMS)
                 mbarrier.arrive(summed.index(1), count=1)
-                write(OUT, out.index(0), acc, token, row)
+                write(outs, out.index(0), acc, token, row, O, O1)
         else:
-            write(OUT, out.index(WHICH), acc, token, row)
+            write(outs, out.index(WHICH), acc, token, row, O, O1)
             if WAVES == 2:
-                write(OUT, out.index(WHICH), acc1, token + WAVE, row)
+                write(outs, out.index(WHICH), acc1, token + WAVE, row, O, O1)
         number += 1
     tma.store_wait(0)
 
@@ -209,9 +234,15 @@ def scale_of(scale):
 
 
 @gluon.jit
-def write(OUT, buffer, sums, token, row):
+def write(outs, buffer, sums, token, row, O: gl.constexpr, O1: gl.constexpr):
     """Rows beyond the last token are left out by the copy."""
+    OUT, OUT1 = outs
     tma.store_wait(0)  # what was in the buffer
     buffer.store(sums.to(OUT.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(OUT, [token, row], buffer)
+    if O1 == 0:
+        tma.async_copy_shared_to_global(OUT, [token, row], buffer)
+    elif row < O:
+        tma.async_copy_shared_to_global(OUT, [token, row], buffer)
+    else:
+        tma.async_copy_shared_to_global(OUT1, [token, row - O], buffer)

@@ -75,8 +75,7 @@ def products(
     coded = [i for i, h in enumerate(held) if simulate[i] and _multiplies_codes(x, h, len(held))]
     if coded:
         codes = triton_fp8.quantised(x, norm, eps)
-        for i in coded:
-            triton_fp8.product(*codes, held[i], outs[i])
+        triton_fp8.products(*codes, [held[i] for i in coded], [outs[i] for i in coded])
     small = N <= AGAIN and all(h.weight.nbytes <= AGAIN_BYTES for h in held if h.streams)
     streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or small) and i not in coded]
     for at in range(0, len(streamed), SLOTS):

@@ -5,6 +5,7 @@ Both operands are E4M3 codes, so the products are those that `triton_tiles` take
 twice the rate.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ ROWS_QUANTISED = 8  # blocks of a program that quantises
 SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 MOST_STAGES = 16
 MOST_TOKENS = 256  # of a tile
+PAIRED = False  # whether two weights share a launch: not before that has run on a GPU
 
 
 class Tile(NamedTuple):
@@ -111,18 +113,42 @@ def _quantise(X, x_stride, CODES, SCALES, stride, N, K: tl.constexpr, R: tl.cons
     tl.store(SCALES + block * stride + row, scales, mask=live)
 
 
-def product(codes: torch.Tensor, scales: torch.Tensor, h: Held, out: torch.Tensor, tile: Tile | None = None) -> None:
-    """out [N, O] = x · Wᵀ of x as `quantised` gives it. Raises UnsupportedInput unless `takes`."""
-    _check(h, codes.device)
-    N, device = codes.shape[0], codes.device
-    tile = tile or tile_for(N, h.O, processors(device))
-    blocks = h.O // tile.rows
-    group = min(8, blocks & -blocks)
+def products(codes: torch.Tensor, scales: torch.Tensor, weights: Sequence[Held], outs: Sequence[torch.Tensor]) -> None:
+    """outs[i] [N, O_i] = x · W_iᵀ of x as `quantised` gives it: if PAIRED, two weights a launch where they are alike.
+    Raises UnsupportedInput unless `takes`."""
+    left = list(zip(weights, outs, strict=True))
+    while left:
+        h, out = left.pop(0)
+        alike = lambda other: other[0].scale.dtype is h.scale.dtype and other[1].dtype is out.dtype
+        at = next((i for i, other in enumerate(left) if PAIRED and alike(other)), None)
+        product(codes, scales, h, out, None, *([] if at is None else left.pop(at)))
+
+
+def product(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    h: Held,
+    out: torch.Tensor,
+    tile: Tile | None = None,
+    h1: Held | None = None,
+    out1: torch.Tensor | None = None,
+) -> None:
+    """out [N, O] = x · Wᵀ of x as `quantised` gives it, and out1 of a second weight whose scales and result have the
+    dtypes of the first's. Raises UnsupportedInput unless `takes`."""
+    both = (h,) if h1 is None else (h, h1)
+    for each in both:
+        _check(each, codes.device)
+    (N, K), device, O1 = codes.shape, codes.device, 0 if h1 is None else h1.O
+    tile = tile or tile_for(N, h.O + O1, processors(device))
+    blocks = (h.O + O1) // tile.rows
+    alike = (h.O | O1) // tile.rows
+    group = min(8, alike & -alike)  # a group lies in one weight
     x = described(codes.view(torch.float8_e4m3fn), tile.tokens, BLOCK)
-    w, y = described(h.weight, tile.rows, BLOCK), described(out, 64, tile.rows)
+    ws = [described(each.weight, tile.rows, BLOCK) for each in both]
+    ys = [described(y, 64, tile.rows) for y in ((out,) if out1 is None else (out, out1))]
     hopper.product[(min(triton.cdiv(N, tile.tokens) * blocks, processors(device)),)](
-        x, w, y, scales, h.scale, N, scales.stride(0), h.O, h.K, tile.split, group, tile.stages(out.dtype), num_warps=4,
-        maxnreg=168, launch_pdl=dependent_launch(device),
+        x, ws[0], ws[-1], ys[0], ys[-1], scales, both[0].scale, both[-1].scale, N, scales.stride(0), h.O, O1, K,
+        tile.split, group, tile.stages(out.dtype), num_warps=4, maxnreg=168, launch_pdl=dependent_launch(device),
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ def on_cpu(monkeypatch, seed: int, programs: int, stages: int) -> None:
     monkeypatch.setattr(hopper, "product", OnCPU(hopper.product, seed))
 
 
-def packed(O: int, K: int, e8m0: bool) -> PackedWeight:
-    g = torch.Generator().manual_seed(2)
+def packed(O: int, K: int, e8m0: bool, seed: int = 2) -> PackedWeight:
+    g = torch.Generator().manual_seed(seed)
     scale = torch.exp2(torch.randint(-4, 3, (O // 128, K // 128), generator=g).float()) * (1.0 if e8m0 else 1.3)
     codes = torch.randn(O, K, generator=g).to(torch.float8_e4m3fn)
     return PackedWeight(WeightFormat.FP8, codes, scale.to(torch.float8_e8m0fnu) if e8m0 else scale, block=(128, 128))
@@ -54,6 +54,42 @@ def test_products_are_those_of_the_rounded_numbers(N, O, K, tile, programs, stag
     assert bool(((out.double() - right).abs() <= right.abs() * rounding + size * 2**-20).all())
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "N, O, O1, K, tile, programs",
+    [
+        (70, 256, 128, 256, Tile(64, 32, True), 3),  # programs go from one weight to the other
+        (5, 128, 384, 384, Tile(64, 64, True), 132),
+        (130, 128, 256, 384, Tile(128, 128, False), 2),
+        (300, 256, 128, 256, Tile(256, 64, False), 2),
+    ],
+)
+def test_two_weights_of_one_launch(N, O, O1, K, tile, programs, seed, monkeypatch):
+    """They have the bits of two launches."""
+    x, e8m0 = randn(N, K, seed=3).cpu().bfloat16(), seed % 2 == 0
+    given, both = codes_of(x), [hold("linear", packed(rows, K, e8m0, seed=rows)) for rows in (O, O1)]
+    on_cpu(monkeypatch, seed, programs, 4)
+    made = lambda: [torch.full((N, rows), float("nan"), dtype=torch.bfloat16) for rows in (O, O1)]
+    apart, together = made(), made()
+    for h, out in zip(both, apart, strict=True):
+        triton_fp8.product(*given, h, out, tile)
+    triton_fp8.product(*given, both[0], together[0], tile, both[1], together[1])
+    assert all(map(torch.equal, apart, together)) and not torch.equal(together[0][:, :O1], together[1][:, :O])
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_weights_that_are_alike_share_a_launch(paired, monkeypatch):
+    made, x = [], torch.zeros(2, 256)
+    monkeypatch.setattr(triton_fp8, "PAIRED", paired)
+    monkeypatch.setattr(triton_fp8, "product", lambda codes, scales, *given: made.append(given))
+    held = [hold("linear", packed(128, 256, e8m0)) for e8m0 in (True, False, True, True, False, True)]
+    outs = [torch.empty(2, 128, dtype=t) for t in (torch.bfloat16,) * 3 + (torch.float32,) + (torch.bfloat16,) * 2]
+    triton_fp8.products(x, x, held, outs)
+    pairs = [[i for i, h in enumerate(held) if any(h is each for each in given)] for given in made]
+    assert pairs == ([[0, 2], [1, 4], [3], [5]] if paired else [[i] for i in range(6)])
+    assert all(given[1] is outs[pair[0]] for given, pair in zip(made, pairs, strict=True))
+
+
 @pytest.mark.parametrize("N", [1, 16, 64, 65, 128, 256, 4096])
 @pytest.mark.parametrize("O", [128, 1024, 4096, 32768])
 def test_the_chosen_tile_keeps_the_gpu_busy(N, O):
@@ -81,6 +117,23 @@ def test_on_the_gpu(N, O, K):
             triton_fp8.product(*given, held, out, tile)
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2]), tile
         assert bool(((outs[0].double() - right).abs() <= right.abs() * 2**-8 + size * 2**-12).all()), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("N", [17, 64, 300, 1000])
+@pytest.mark.parametrize("O, O1, K", [(1024, 512, 4096), (32768, 8192, 1024), (2048, 2048, 4096)])
+def test_two_weights_on_the_gpu(N, O, O1, K):
+    x, both = randn(N, K, seed=3).bfloat16(), [packed(rows, K, True, seed=rows) for rows in (O, O1)]
+    held = [hold("linear", w._replace(weight=w.weight.cuda(), scale=w.scale.cuda())) for w in both]
+    given = triton_fp8.quantised(x)
+    made = lambda: [torch.full((N, rows), float("nan"), dtype=torch.bfloat16, device="cuda") for rows in (O, O1)]
+    for tile in (*triton_fp8.TIMES, *triton_fp8.UNTIMED):
+        apart, together = made(), made()
+        for h, out in zip(held, apart, strict=True):
+            triton_fp8.product(*given, h, out, tile)
+        triton_fp8.product(*given, held[0], together[0], tile, held[1], together[1])
+        assert all(map(torch.equal, apart, together)), tile
 
 
 def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
