@@ -4,7 +4,7 @@
 
 Each tile is first held against `linear` of the same rounded activations. A line: µs, cold L2, with and without rounding
 the activations, TFLOPS of the product, and how far the result is off, over the largest number. `now`: `linear`;
-`chosen`: the tile that `tile_for` gives.
+`chosen`: the tile that `tile_for` gives. At the end two weights of one input, in two launches and in one.
 """
 
 import sys
@@ -27,6 +27,7 @@ from scripts.bench.timing import Clock
 from scripts.bench.tuning import asked
 
 SHAPES = ((4096, 4096), (4096, 8192), (32768, 1024), (1024, 4096))  # rows and columns of the weight
+PAIRS = ((1024, 512, 4096), (32768, 8192, 1024), (2048, 2048, 4096))  # rows of two weights, and their columns
 REPLAYS = 20
 
 
@@ -46,9 +47,7 @@ def main() -> int:
     begun, wrong, clock = time.monotonic(), 0, Clock()
     timed = lambda run: clock.runs([run], REPLAYS).cold_us
     for O, K in SHAPES:
-        scale = torch.exp2(torch.randint(-6, -2, (O // 128, K // 128), device="cuda").float())
-        codes = torch.randn(O, K, device="cuda").to(torch.float8_e4m3fn)
-        w = PackedWeight(WeightFormat.FP8, codes, scale.to(torch.float8_e8m0fnu))
+        w = weight(O, K)
         for N in args.tokens:
             x = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
             right, out = linear.linear(x, w, True), torch.empty(N, O, dtype=torch.bfloat16, device="cuda")
@@ -72,7 +71,26 @@ def main() -> int:
                 wrong += off > 0.01
                 rate = 2 * N * O * K / alone / 1e6
                 print(f"  {name}: {whole:.1f}, {alone:.1f} µs, {rate:.0f} TFLOPS, off {off:.1e}", flush=True)
+    for O, O1, K in PAIRS:
+        both = [hold("linear", weight(rows, K)) for rows in (O, O1)]
+        for N in args.tokens:
+            x = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
+            given, found = triton_fp8.quantised(x), []
+            for paired in (False, True):
+                outs = [torch.empty(N, rows, dtype=torch.bfloat16, device="cuda") for rows in (O, O1)]
+                run = partial(triton_fp8.products, *given, both, outs)
+                with patch.object(triton_fp8, "PAIRED", paired):
+                    found.append((timed(run), outs))
+            (apart, right), (together, outs) = found
+            wrong += not all(map(torch.equal, right, outs))
+            print(f"{O} and {O1} × {K}, {N} tokens: {apart:.1f} µs apart, {together:.1f} together", flush=True)
     return int(bool(wrong))
+
+
+def weight(O: int, K: int) -> PackedWeight:
+    scale = torch.exp2(torch.randint(-6, -2, (O // 128, K // 128), device="cuda").float())
+    codes = torch.randn(O, K, device="cuda").to(torch.float8_e4m3fn)
+    return PackedWeight(WeightFormat.FP8, codes, scale.to(torch.float8_e8m0fnu))
 
 
 if __name__ == "__main__":
