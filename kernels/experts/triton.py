@@ -4,7 +4,8 @@ With few tokens, in all (TOKENS at most) or per expert (MEAN), reading the weigh
 once for all tokens of an expert (`triton_decode`): sort, gate and up projection with SwiGLU, down projection, sum; one
 token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
 
-In official numerics Hopper multiplies the codes themselves (`hopper_launch`), from CODED tokens on.
+In official numerics Hopper multiplies the codes themselves (`hopper_launch`), for any number of tokens: a token alone has
+the bits that it has among others, so that text with drafts is that of plain decoding.
 """
 
 from typing import Any
@@ -21,9 +22,6 @@ from dsv4.kernels.linear.triton_streams import TOKENS
 from dsv4.kernels.linear.triton_weights import Held, check, hold
 from dsv4.kernels.quantize.weights import PackedWeight
 
-# Tokens from which codes are multiplied: with one or two, streams take as long and the shared expert is among them
-# (`scripts/tune_experts.py` on an H200: 58 µs and 50, 89 and 85, with four tokens 169 and 126).
-CODED = 3
 MEAN = 8  # pairs an expert, on average, up to which weights are streamed
 BESIDE = 4 * TOKENS  # tokens up to which the shared expert is streamed beside experts, whose weights take more time
 
@@ -87,7 +85,7 @@ def _mixture(
     beside = _shared(name, x, shared, simulate_shared)
     if not N:
         return torch.empty(0, d, dtype=dtype or torch.float32, device=x.device)
-    coded = pairs is not None and simulate and N >= CODED and hopper_launch.unfit(x, pairs) is None
+    coded = pairs is not None and simulate and hopper_launch.unfit(x, pairs) is None
     few = pairs is not None and not coded and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
     fused = beside is not None and beside.streams and N <= (BESIDE if streams else TOKENS)

@@ -33,8 +33,8 @@ AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read
 AGAIN_BYTES = 24 << 20
 # Rounded tokens from which codes are multiplied. Fewer are streamed, several weights in one launch, which a single
 # weight does not gain by (`scripts/tune_fp8.py` on an H200: 4096 × 4096 with 8 tokens 16 µs and 17, with 16 tokens 22
-# and 17).
-CODES, CODES_ALONE = 17, 9
+# and 17). A pass of one row with at most 8 drafts has the bits of its tokens one by one.
+CODES, CODES_ALONE = 17, 10
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 

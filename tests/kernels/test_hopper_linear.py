@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dsv4.kernels.linear import hopper, triton_fp8
+from dsv4.cache.streams import MAX_DRAFTS
+from dsv4.kernels.linear import hopper, triton, triton_fp8
 from dsv4.kernels.linear.triton_fp8 import Tile
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
@@ -75,6 +76,11 @@ def test_two_weights_of_one_launch(N, O, O1, K, tile, programs, seed, monkeypatc
         triton_fp8.product(*given, h, out, tile)
     triton_fp8.product(*given, both[0], together[0], tile, both[1], together[1])
     assert all(map(torch.equal, apart, together)) and not torch.equal(together[0][:, :O1], together[1][:, :O])
+
+
+def test_a_pass_with_drafts_takes_no_codes():
+    """Its bits are those of its tokens one by one, which are streamed."""
+    assert min(triton.CODES, triton.CODES_ALONE) > 1 + MAX_DRAFTS
 
 
 @pytest.mark.parametrize("paired", [True, False])

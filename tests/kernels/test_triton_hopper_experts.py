@@ -306,6 +306,19 @@ def test_flash(N):
     assert torch.equal(multiply_codes(x, held(*given), LIMIT), y)
 
 
+@needs_gpu
+@pytest.mark.gpu
+def test_a_token_alone_has_the_bits_that_it_has_among_others():
+    """Of a pass with drafts as of plain decoding; tiles of all sizes."""
+    pack = lambda *shape: PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(randn(*shape) * 0.02))
+    x, (indices, routing), stacks = randn(2000, 4096).bfloat16(), choices(2000, 6, 32), (pack(32, 4096, 4096),)
+    stacks += (pack(32, 4096, 2048),)
+    rows = lambda n: multiply_codes(x[:n], held(indices[:n], routing[:n], *stacks), LIMIT)
+    alone = rows(1)
+    for n in (2, 3, 9, 16, 64, 100, 300, 2000):
+        assert torch.equal(rows(n)[:6], alone), n
+
+
 # Choice ---------------------------------------------------------------------------------------------------------------
 
 
@@ -365,8 +378,9 @@ def test_a_weight_is_read_once():
 @pytest.mark.parametrize("simulate", [True, False])
 def test_experts_use_it_only_in_official_numerics(emulated, monkeypatch, simulate):
     made = []
-    rows = lambda name: lambda x, *_: made.append(name) or torch.zeros(6, D, dtype=x.dtype, device=x.device)
+    rows = lambda name: lambda x, *_: made.append(name) or torch.zeros(2 * len(x), D, dtype=x.dtype, device=x.device)
     monkeypatch.setattr(hopper_launch, "multiply_codes", rows("codes"))
     monkeypatch.setattr(triton, "stream_experts", lambda *about: (rows("words")(*about), None))
-    triton.experts(randn(3, D).bfloat16(), *choices(3, 2, 2), *weights(2), LIMIT, simulate)
-    assert made == ["codes" if simulate else "words"]
+    for N in (1, 3):
+        triton.experts(randn(N, D).bfloat16(), *choices(N, 2, 2), *weights(2), LIMIT, simulate)
+    assert made == 2 * ["codes" if simulate else "words"]
