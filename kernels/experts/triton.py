@@ -4,8 +4,8 @@ With few tokens, in all (TOKENS at most) or per expert (MEAN), reading the weigh
 once for all tokens of an expert (`triton_decode`): sort, gate and up projection with SwiGLU, down projection, sum; one
 token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
 
-In official numerics Hopper multiplies the codes themselves (`hopper_launch`), for any number of tokens: a token alone has
-the bits that it has among others, so that text with drafts is that of plain decoding.
+In official numerics Hopper multiplies the codes themselves (`hopper_launch`), for any number of tokens: a token alone
+has the bits that it has among others, so that text with drafts is that of plain decoding.
 """
 
 from typing import Any

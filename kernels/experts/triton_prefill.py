@@ -9,11 +9,12 @@ from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.launch import dot_in_fp32, next_power
 from dsv4.kernels.linear.reference import ACTIVATION_BLOCK
-from dsv4.kernels.linear.triton import products, stages, tile_columns
+from dsv4.kernels.linear.triton import multiplies_codes, products, stages, tile_columns
+from dsv4.kernels.linear.triton_fp8 import product, scales_of
 from dsv4.kernels.linear.triton_tiles import arrange, in_order, order, tile_product, tile_words, whole_lanes
-from dsv4.kernels.linear.triton_weights import Held
+from dsv4.kernels.linear.triton_weights import Held, hold
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
-from dsv4.kernels.quantize.triton_codes import narrow, widen
+from dsv4.kernels.quantize.triton_codes import e4m3_blocks, narrow, widen
 from dsv4.kernels.quantize.weights import PackedWeight
 
 GATE_TILE = 1024
@@ -33,7 +34,7 @@ def tile_experts(name: str, x: torch.Tensor, routed: Routed, limit: float, simul
     block = min(GATE_TILE, next_power(h.shape[1]))
     _product(name, rounded if simulate else x, w13, y, places, table, k, bt, fp32)
     grid = P, triton.cdiv(h.shape[1], block)
-    _gate_pairs[grid](y, y[:, I:], 2 * I, routing, h, float(limit), I, h.shape[1], block, ordered, num_warps=4)
+    _gate_pairs[grid](y, y[:, I:], 2 * I, routing, h, None, 0, float(limit), I, h.shape[1], block, ordered, num_warps=4)
     out = new(P, d)
     _product(name, simulate_fp8_blocks(h, ACTIVATION_BLOCK) if simulate else h, w2, out, places, table, 1, bt, fp32)
     return out
@@ -67,13 +68,20 @@ def tile_shared(
     limit: float,
     simulate: bool,
 ) -> torch.Tensor:
-    """The shared expert fp32 [N, d]: two products, SwiGLU, product."""
+    """The shared expert fp32 [N, d]: two products, SwiGLU, product. SwiGLU leaves codes where these are multiplied."""
     w1, w3, w2 = shared
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
-    N, I = gate.shape
-    h, block = torch.empty_like(gate), min(GATE_TILE, next_power(I))
-    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, float(limit), I, I, block, 0, num_warps=4)
-    return products(name, h, None, 0.0, (w2,), (simulate,), (torch.float32,))[0]
+    (N, I), down = gate.shape, hold(name, w2)
+    coded, block = simulate and multiplies_codes(gate, down, 1), min(GATE_TILE, next_power(I))
+    h = torch.empty(N, I, dtype=torch.uint8 if coded else gate.dtype, device=gate.device)
+    scales = scales_of(h) if coded else None
+    strided = (scales, 0 if scales is None else scales.stride(0))
+    _gate_pairs[(N, triton.cdiv(I, block))](gate, up, I, None, h, *strided, float(limit), I, I, block, 0, num_warps=4)
+    if not coded:
+        return products(name, h, None, 0.0, (w2,), (simulate,), (torch.float32,))[0]
+    out = torch.empty(N, down.O, dtype=torch.float32, device=h.device)
+    product(h, scales, down, out)
+    return out
 
 
 def _product(
@@ -177,16 +185,24 @@ def _expert_product(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scales_stride"])
 def _gate_pairs(
-    GATE, UP, stride, ROUTING, H, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr, PER: tl.constexpr
-):
-    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart, in order PER."""
+    GATE, UP, stride, ROUTING, H, SCALES, scales_stride, limit, I: tl.constexpr, COLUMNS: tl.constexpr, B: tl.constexpr,
+    PER: tl.constexpr,
+):  # fmt: skip
+    """H [P, COLUMNS] = routing weight · swiglu of rows of GATE and UP, which begin `stride` apart, in order PER. With
+    SCALES [I / 128, P] H gets the codes of its rounding to FP8: no routing, no order, I a multiple of 128."""
     p, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
     gate = widen(tl.load(GATE + p * stride + i, mask=i < I, other=0.0))
     up = widen(tl.load(UP + p * stride + i, mask=i < I, other=0.0))
     h = swiglu(gate, up, limit)
     if ROUTING is not None:
         h *= tl.load(ROUTING + p)
-    h = narrow(h, H.dtype.element_ty)
+    if SCALES is not None:
+        codes, scales = e4m3_blocks(tl.reshape(widen(narrow(h, GATE.dtype.element_ty)), [B // 128, 128]))
+        block = tl.program_id(1) * (B // 128) + tl.arange(0, B // 128)
+        tl.store(SCALES + block * scales_stride + p, scales, mask=block < I // 128)
+        h = tl.reshape(codes, [B])
+    else:
+        h = narrow(h, H.dtype.element_ty)
     tl.store(H + p * COLUMNS + i, in_order(h, B, PER) if PER else h, mask=i < COLUMNS)

@@ -72,7 +72,7 @@ def products(
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
-    coded = [i for i, h in enumerate(held) if simulate[i] and _multiplies_codes(x, h, len(held))]
+    coded = [i for i, h in enumerate(held) if simulate[i] and multiplies_codes(x, h, len(held))]
     if coded:
         codes = triton_fp8.quantised(x, norm, eps)
         triton_fp8.products(*codes, [held[i] for i in coded], [outs[i] for i in coded])
@@ -127,7 +127,7 @@ def _multiply(
             gemm(name, ready[key], held[i], outs[i], 1)
 
 
-def _multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
+def multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
     """Whether the rounded x [N, K] meets this weight, one of so many, as codes on FP8 tensor cores, whose sums are not
     IEEE fp32."""
     enough = x.shape[0] >= (CODES_ALONE if weights == 1 else CODES)

@@ -7,7 +7,7 @@ from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts import reference, triton_order, triton_prefill, triton_stream
 from dsv4.kernels.experts import triton as gpu
 from dsv4.kernels.linear import triton as linear_gpu
-from dsv4.kernels.linear import triton_streams
+from dsv4.kernels.linear import triton_fp8, triton_streams
 from dsv4.kernels.quantize import PackedWeight, to_float
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from dsv4.kernels.quantize.weights import expert
@@ -349,3 +349,19 @@ def test_launches_that_overlap_wait_for_what_they_read(N):
         graph.replay()
         assert torch.equal(out, chain(x, torch.cuda.synchronize))
         assert torch.equal(out, chain(x, lambda: None))
+
+
+@pytest.mark.parametrize("N, I", [(5, 384), (3, 2048)])
+def test_swiglu_leaves_the_codes_that_rounding_gives(N, I, monkeypatch):
+    """Between the products of a shared expert by codes."""
+    x, w, found = randn(N, 128).bfloat16(), [pack(randn(*s, seed=1), "fp8") for s in ((I, 128), (I, 128), (128, I))], []
+    second = lambda name, x, *rest: found.append(x) or [torch.zeros(N, 128, device=DEVICE)]
+    run = lambda: triton_prefill.tile_shared("shared_expert", x, tuple(w), LIMIT, True)
+    first = triton_prefill.products
+    monkeypatch.setattr(triton_prefill, "products", lambda *given: (first if len(given[4]) == 2 else second)(*given))
+    monkeypatch.setattr(triton_prefill, "product", lambda codes, scales, *rest: found.append((codes, scales)))
+    for coded in (False, True):
+        monkeypatch.setattr(triton_prefill, "multiplies_codes", lambda *given, coded=coded: coded)
+        run()
+    h, (codes, scales) = found
+    assert all(map(torch.equal, (codes, scales), triton_fp8.quantised(h)))
