@@ -1,6 +1,6 @@
 """Device code of FP8 products for Hopper: activations and weights as E4M3 codes on wgmma.
 
-A warp copies tiles of both by TMA into a ring; two warpgroups multiply. Tensor cores keep some 22 bits of a sum, so
+A warp copies tiles of both by TMA into a ring; two warpgroups multiply. Tensor cores keep 13 to 22 bits of a sum, so
 sums of 128 columns (the block of the scales of activations) are scaled and added up in fp32; while one warpgroup does
 that, the other multiplies. The warpgroups share a tile by its tokens, or, where there are few tokens, by its columns.
 """
