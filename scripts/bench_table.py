@@ -83,7 +83,10 @@ def read(where: Path | None) -> tuple[dict, list[dict]]:
     are of several commits or devices."""
     found = {}
     for path in sorted(where.rglob("*.json")) if where else []:
-        document = json.loads(path.read_text())
+        try:
+            document = json.loads(path.read_text())
+        except ValueError as error:
+            raise InputError(f"{path} is no JSON ({error}); measure it again, or name another folder") from None
         if isinstance(document, dict) and {"commit", "device"} <= set(document.get("about", {})):
             found[path] = document
     if not found:

@@ -46,45 +46,51 @@ def main() -> int:
         return 2
     begun, wrong, clock = time.monotonic(), 0, Clock()
     timed = lambda run: clock.runs([run], REPLAYS).cold_us
-    for O, K in SHAPES:
-        w = weight(O, K)
-        for N in args.tokens:
-            x = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-            right, out = linear.linear(x, w, True), torch.empty(N, O, dtype=torch.bfloat16, device="cuda")
-            print(f"{O}×{K}, {N} tokens: now {timed(lambda: linear.linear(x, w, True)):.1f} µs", flush=True)
-            for blocks in (8, 32):
-                with patch.object(triton_fp8, "ROWS_QUANTISED", blocks):
-                    print(f"  rounded by programs of {blocks} blocks: {timed(lambda: triton_fp8.quantised(x)):.1f} µs")
-            given, held = triton_fp8.quantised(x), hold("linear", w)
-            for name, product in ways(N, O):
-                if time.monotonic() - begun > args.seconds:
-                    print("not begun: the time was up")
-                    return int(bool(wrong))
-                try:
-                    product(*given, held, out)
-                    off = float((out.float() - right.float()).abs().max() / right.float().abs().max())
-                    alone = timed(lambda: product(*given, held, out))
-                    whole = timed(lambda: product(*triton_fp8.quantised(x), held, out))
-                except Exception as failure:  # a tile that does not fit
-                    print(f"  {name}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}", flush=True)
-                    continue
-                wrong += off > 0.01
-                rate = 2 * N * O * K / alone / 1e6
-                print(f"  {name}: {whole:.1f}, {alone:.1f} µs, {rate:.0f} TFLOPS, off {off:.1e}", flush=True)
-    for O, O1, K in PAIRS:
-        both = [hold("linear", weight(rows, K)) for rows in (O, O1)]
-        for N in args.tokens:
-            x = torch.randn(N, K, device="cuda", dtype=torch.bfloat16)
-            given, found = triton_fp8.quantised(x), []
-            for paired in (False, True):
-                outs = [torch.empty(N, rows, dtype=torch.bfloat16, device="cuda") for rows in (O, O1)]
-                run = partial(triton_fp8.products, *given, both, outs)
-                with patch.object(triton_fp8, "PAIRED", paired):
-                    found.append((timed(run), outs))
-            (apart, right), (together, outs) = found
-            wrong += not all(map(torch.equal, right, outs))
-            print(f"{O} and {O1} × {K}, {N} tokens: {apart:.1f} µs apart, {together:.1f} together", flush=True)
+    cases = [partial(ways_right, *shape, N, timed) for shape in SHAPES for N in args.tokens]
+    cases += [partial(pair_right, *shape, N, timed) for shape in PAIRS for N in args.tokens]
+    for right in cases:
+        if time.monotonic() - begun > args.seconds:
+            print("not begun: the time was up")
+            break
+        wrong += not right()
     return int(bool(wrong))
+
+
+def ways_right(O: int, K: int, N: int, timed: Callable) -> bool:
+    """Times of one product by each tile. Whether all were right."""
+    w, x, wrong = weight(O, K), torch.randn(N, K, device="cuda", dtype=torch.bfloat16), 0
+    right, out = linear.linear(x, w, True), torch.empty(N, O, dtype=torch.bfloat16, device="cuda")
+    print(f"{O}×{K}, {N} tokens: now {timed(lambda: linear.linear(x, w, True)):.1f} µs", flush=True)
+    for blocks in (8, 32):
+        with patch.object(triton_fp8, "ROWS_QUANTISED", blocks):
+            print(f"  rounded by programs of {blocks} blocks: {timed(lambda: triton_fp8.quantised(x)):.1f} µs")
+    given, held = triton_fp8.quantised(x), hold("linear", w)
+    for name, product in ways(N, O):
+        try:
+            product(*given, held, out)
+            off = float((out.float() - right.float()).abs().max() / right.float().abs().max())
+            alone = timed(lambda: product(*given, held, out))
+            whole = timed(lambda: product(*triton_fp8.quantised(x), held, out))
+        except Exception as failure:  # a tile that does not fit
+            print(f"  {name}: {type(failure).__name__}: {str(failure).splitlines()[0][:80]}", flush=True)
+            continue
+        wrong += not off <= 0.01
+        rate = 2 * N * O * K / alone / 1e6
+        print(f"  {name}: {whole:.1f}, {alone:.1f} µs, {rate:.0f} TFLOPS, off {off:.1e}", flush=True)
+    return not wrong
+
+
+def pair_right(O: int, O1: int, K: int, N: int, timed: Callable) -> bool:
+    """Times of two weights in two launches and in one. Whether their bits are equal."""
+    both = [hold("linear", weight(rows, K)) for rows in (O, O1)]
+    given, found = triton_fp8.quantised(torch.randn(N, K, device="cuda", dtype=torch.bfloat16)), []
+    for paired in (False, True):
+        outs = [torch.empty(N, rows, dtype=torch.bfloat16, device="cuda") for rows in (O, O1)]
+        with patch.object(triton_fp8, "PAIRED", paired):
+            found.append((timed(partial(triton_fp8.products, *given, both, outs)), outs))
+    (apart, right), (together, outs) = found
+    print(f"{O} and {O1} × {K}, {N} tokens: {apart:.1f} µs apart, {together:.1f} together", flush=True)
+    return all(map(torch.equal, right, outs))
 
 
 def weight(O: int, K: int) -> PackedWeight:

@@ -93,7 +93,7 @@ def warm(
     config = dummy_config(dummy_weights, layers) if checkpoint is None else run.model_config(checkpoint)
     work = run.work_of(config, prompt, context, request, batch)
     subject = Subject(checkpoint, dummy_weights, layers, reads, tensor_parallel_size, expert_parallel)
-    with compiling(subject, choices, work, jobs, not quiet) as finish:
+    with compiling(subject, choices, work, jobs, not quiet, launches=False) as finish:
         found = finish()
     if found.why:
         raise InputError(f"nothing was compiled: {found.why}")
@@ -155,11 +155,16 @@ class Subject(NamedTuple):
 
 @contextmanager
 def compiling(
-    subject: Subject, choices: "Choices", work: "Runs", jobs: int | None = None, shown: bool = True
+    subject: Subject,
+    choices: "Choices",
+    work: "Runs",
+    jobs: int | None = None,
+    shown: bool = True,
+    launches: bool = True,
 ) -> Iterator[Callable[[], "Compiled"]]:
     """Compile what `work` launches beside the block, which gets a function that waits until it is done and says what it
     was. Of several ranks the first compiles, and all wait for it. Nothing may have used CUDA. Left by an exception, it
-    ends."""
+    ends. launches: whether this process will launch what was compiled, so that it needs Triton's hash too."""
     from dsv4.model.ranks import here
     from dsv4.runtime.compiling import Compiled, Compiling, hashing_triton
 
@@ -167,12 +172,13 @@ def compiling(
     if (asked() or (0, 1))[0] == 0:
         gpu = _gpu(choices.device)
         begun = Compiling(*subject.planned(choices, gpu), work, gpu, jobs)
-    hashed = hashing_triton()
+    hashed = hashing_triton() if launches else None
 
     def finish() -> Compiled:
         with progress_bar("compiling", "kernels", shown and begun is not None and begun.needed) as bar:
             found = Compiled() if begun is None else begun.wait(bar)
-        hashed.join()
+        if hashed is not None:
+            hashed.join()
         if here().group is not None:
             here().group.exchange("compiled kernels", b"")
         return found

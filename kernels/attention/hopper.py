@@ -15,6 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from dsv4.kernels.quantize.triton_codes import decode_e8m0
+
 LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK = gl.constexpr(64)  # columns of one scale of a packed row
 BLOCKS = gl.constexpr(7)  # such blocks of a packed row; the rest is in bf16
@@ -250,7 +252,5 @@ def scaled(code, word):
     """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64], scales in bytes 0 … 3 of word →
     bf16."""
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))
-    exponent = (word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255
-    bits = gl.where(exponent == 0, 0x00400000, exponent << 23)
-    factor = gl.where(exponent == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    factor = decode_e8m0((word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255)
     return (code.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor[:, :, None]).to(gl.bfloat16)

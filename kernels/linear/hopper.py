@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from dsv4.kernels.quantize.triton_codes import decode_e8m0
+
 COLUMNS = gl.constexpr(128)  # of a stage: one block of scales
 WAVE = gl.constexpr(64)  # tokens of one wgmma
 
@@ -142,12 +144,10 @@ def copy_tiles(
 
 @gluon.jit
 def copy_weight(W, W1, row, column, ready, buffer, O: gl.constexpr, O1: gl.constexpr):
-    if O1 == 0:
-        tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
-    elif row < O:
-        tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
-    else:
+    if O1 > 0 and row >= O:
         tma.async_copy_global_to_shared(W1, [row - O, column], ready, buffer)
+    else:
+        tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
 
 
 @gluon.jit
@@ -226,10 +226,8 @@ def multiply(
 @gluon.jit
 def scale_of(scale):
     """A scale in fp32 or E8M0 → fp32."""
-    if scale.dtype != gl.float32:  # decode_e8m0(scale)
-        byte = scale.to(gl.int32)
-        bits = gl.where(byte == 0, 0x00400000, byte << 23)
-        scale = gl.where(byte == 255, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+    if scale.dtype != gl.float32:
+        scale = decode_e8m0(scale)
     return scale
 
 
@@ -240,9 +238,7 @@ def write(outs, buffer, sums, token, row, O: gl.constexpr, O1: gl.constexpr):
     tma.store_wait(0)  # what was in the buffer
     buffer.store(sums.to(OUT.dtype))
     fence_async_shared()
-    if O1 == 0:
-        tma.async_copy_shared_to_global(OUT, [token, row], buffer)
-    elif row < O:
-        tma.async_copy_shared_to_global(OUT, [token, row], buffer)
-    else:
+    if O1 > 0 and row >= O:
         tma.async_copy_shared_to_global(OUT1, [token, row - O], buffer)
+    else:
+        tma.async_copy_shared_to_global(OUT, [token, row], buffer)

@@ -163,3 +163,6 @@ def test_triton_hashes_its_files_beside_the_loading_and_before_a_launch(monkeypa
         loaded.set()
         finish()
         assert hashed == ["whole"]
+    with warm.compiling(None, None, None, launches=False) as finish:
+        finish()
+        assert hashed == ["whole"], "who only compiles needs no hash"

@@ -76,6 +76,13 @@ def test_an_empty_folder(tmp_path, capsys):
     assert bench_table.main([str(tmp_path)]) == 2 and "holds no measurements" in capsys.readouterr().err
 
 
+def test_a_file_that_was_cut_off(tmp_path, capsys):
+    (written(tmp_path) / "cut.json").write_text('{"about": {')
+    assert bench_table.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "cut.json is no JSON" in said and said.count("\n") == 1
+
+
 def test_rows_are_those_with_the_goals_of_official_numerics(capsys):
     assert bench_table.main(["--rows"]) == 0
     wanted = re.compile(capsys.readouterr().out.strip())
