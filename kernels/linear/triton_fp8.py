@@ -23,11 +23,15 @@ from dsv4.kernels.quantize.triton_codes import e4m3_blocks, widen
 from dsv4.kernels.rms_norm.triton import rms_norm_codes
 
 BLOCK = 128  # columns of a scale of activations, rows and columns of one of weights
-ROWS_QUANTISED = 8  # blocks of a program that quantises
+# Blocks of a program that quantises, and of one where there are at least MANY_BLOCKS (`scripts/tune_fp8.py` on an H200:
+# 8,192 columns, 64 tokens 6.3 and 6.8 µs, 4,096 tokens 44.6 and 29.4).
+ROWS_QUANTISED, ROWS_OF_MANY, MANY_BLOCKS = 8, 32, 1 << 14
 SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 MOST_STAGES = 16
 MOST_TOKENS = 256  # of a tile
-PAIRED = False  # whether two weights share a launch: not before that has run on a GPU
+# Whether two weights share a launch (`scripts/tune_fp8.py` on an H200: 1024 and 512 rows of 4,096 columns, 16 tokens 22
+# µs apart and 15 together; 2048 and 2048 25 and 16).
+PAIRED = True
 
 
 class Tile(NamedTuple):
@@ -47,8 +51,13 @@ class Tile(NamedTuple):
 
 
 # Tiles, and the time of one beside the others' (`scripts/tune_fp8.py` on an H200: µs for 4096 columns).
-TIMES = {Tile(64, 32, True): 5.0, Tile(64, 64, True): 6.7, Tile(64, 128, True): 11.0, Tile(128, 128, False): 15.5}
-UNTIMED = (Tile(256, 128, False),)  # not chosen before `scripts/tune_fp8.py` has run with it
+TIMES = {
+    Tile(64, 32, True): 5.0,
+    Tile(64, 64, True): 6.7,
+    Tile(64, 128, True): 11.0,
+    Tile(128, 128, False): 15.5,
+    Tile(256, 128, False): 29.0,
+}
 
 
 @cache
@@ -75,8 +84,9 @@ def quantised(x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.
         return rms_norm_codes(x, norm, eps, scales_of(x))
     N, K = x.shape
     codes = torch.empty(N, K, dtype=torch.uint8, device=x.device)
-    scales, dependent = scales_of(x), dependent_launch(x.device)
-    _quantise[(triton.cdiv(N * (K // BLOCK), ROWS_QUANTISED),)](
+    scales, dependent, blocks = scales_of(x), dependent_launch(x.device), N * (K // BLOCK)
+    rows = ROWS_OF_MANY if blocks >= MANY_BLOCKS else ROWS_QUANTISED
+    _quantise[(triton.cdiv(blocks, rows),)](
         x,
         x.stride(0),
         codes,
@@ -84,7 +94,7 @@ def quantised(x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.
         scales.stride(0),
         N,
         K,
-        ROWS_QUANTISED,
+        rows,
         dependent,
         num_warps=4,
         launch_pdl=dependent,

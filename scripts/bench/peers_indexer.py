@@ -191,34 +191,64 @@ def deepgemm_torch_select(row, i):
     return run, lambda: selected(want_scores(q, weights, keys), run())
 
 
-@peer("DeepGEMM FP8 + top_k_per_row", "index_prefill")
-def deepgemm_prefill(row, i):
-    """deep_gemm: fp8_fp4_mqa_logits((q [T, 64, 128], None), (keys [n, 128], scales f32 [n]), weights [T, 64], from, to,
-    n), then vLLM's top_k_per_row_prefill. The last T positions of a context of `entries` entries, one for 4 tokens."""
+def deepgemm_prompt(f: dict, i: int):
+    """(function that yields queries and their scores, as many at a time as have 2 GiB of scores, as its server does;
+    first and last + 1 entry of each query; function of a selection int [T, k] that says how far it is off).
+
+    deep_gemm: fp8_fp4_mqa_logits((q [T, 64, 128], None), (keys [n, 128], scales f32 [n]), weights [T, 64], from, to,
+    n). The last T positions of a context of `entries` entries, one for 4 tokens."""
     hopper()
-    gemm, ops = require("deep_gemm"), library("_C_stable_libtorch", "_C")
-    f = row.facts
-    T, n, k = f["tokens"], f["entries"], f["k"]
+    gemm, T, n = require("deep_gemm"), f["tokens"], f["entries"]
     q = normal(3 * i, T, H, D).to(torch.float8_e4m3fn)
     weights = normal(3 * i + 1, T, H, dtype=torch.float32).abs() / H
     keys = normal(3 * i + 2, n, D).to(torch.float8_e4m3fn)
     scales = torch.ones(n, device="cuda")
     begin = torch.zeros(T, dtype=torch.int32, device="cuda")
     end = ((4 * n - T + 1 + torch.arange(T, device="cuda")) // 4).int()
-    out = torch.empty(T, k, dtype=torch.int32, device="cuda")
-    step = max(1, min(T, (2 << 30) // (4 * n)))  # logits of 2 GiB at a time, as its server does
+    step = max(1, min(T, (2 << 30) // (4 * n)))
 
-    def run():
+    def scores():
         for at in range(0, T, step):
             s = slice(at, min(at + step, T))
-            logits = gemm.fp8_fp4_mqa_logits((q[s], None), (keys, scales), weights[s], begin[s], end[s], n)
-            ops.top_k_per_row_prefill(logits, begin[s], end[s], out[s], logits.shape[0], *logits.stride(), k)
-        return out
+            yield s, gemm.fp8_fp4_mqa_logits((q[s], None), (keys, scales), weights[s], begin[s], end[s], n)
 
-    def check():
+    def off(index: torch.Tensor):
         at = torch.linspace(0, T - 1, 16, device="cuda").long()
         batch = lambda t: t.unsqueeze(0)
         want = index_scores(batch(q[at].float()), batch(weights[at]), batch(keys.float()), batch(end[at].long()))
-        return selected(want[0].nan_to_num(neginf=0.0), run()[at])
+        return selected(want[0].nan_to_num(neginf=0.0), index[at])
 
-    return run, check
+    return scores, begin, end, off
+
+
+@peer("DeepGEMM FP8, scores alone", "index_prefill")
+def deepgemm_prefill_scores(row, i):
+    """Nothing is selected."""
+    scores, _, end, off = deepgemm_prompt(row.facts, i)
+
+    def run():
+        for _, logits in scores():
+            pass
+        return logits
+
+    def best(s: slice, logits: torch.Tensor) -> torch.Tensor:
+        dead = torch.arange(row.facts["entries"], device="cuda") >= end[s, None]
+        chosen = logits[:, : dead.shape[1]].masked_fill(dead, float("-inf")).topk(row.facts["k"], -1)
+        return chosen.indices.masked_fill(chosen.values == float("-inf"), -1)
+
+    return run, lambda: off(torch.cat([best(*part) for part in scores()]))
+
+
+@peer("DeepGEMM FP8 + top_k_per_row", "index_prefill")
+def deepgemm_prefill(row, i):
+    """Its scores, then vLLM's top_k_per_row_prefill."""
+    ops, k = library("_C_stable_libtorch", "_C"), row.facts["k"]
+    scores, begin, end, off = deepgemm_prompt(row.facts, i)
+    out = torch.empty(row.facts["tokens"], k, dtype=torch.int32, device="cuda")
+
+    def run():
+        for s, logits in scores():
+            ops.top_k_per_row_prefill(logits, begin[s], end[s], out[s], logits.shape[0], *logits.stride(), k)
+        return out
+
+    return run, lambda: off(run())

@@ -117,7 +117,7 @@ def test_on_the_gpu(N, O, K):
     given, held = triton_fp8.quantised(x), hold("linear", w)
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
-    for tile in (None, *triton_fp8.TIMES, *triton_fp8.UNTIMED):
+    for tile in (None, *triton_fp8.TIMES):
         outs = [torch.full((N, O), float("nan"), dtype=dtype, device="cuda") for _ in range(3)]
         for out in outs:
             triton_fp8.product(*given, held, out, tile)
@@ -134,7 +134,7 @@ def test_two_weights_on_the_gpu(N, O, O1, K):
     held = [hold("linear", w._replace(weight=w.weight.cuda(), scale=w.scale.cuda())) for w in both]
     given = triton_fp8.quantised(x)
     made = lambda: [torch.full((N, rows), float("nan"), dtype=torch.bfloat16, device="cuda") for rows in (O, O1)]
-    for tile in (*triton_fp8.TIMES, *triton_fp8.UNTIMED):
+    for tile in triton_fp8.TIMES:
         apart, together = made(), made()
         for h, out in zip(held, apart, strict=True):
             triton_fp8.product(*given, h, out, tile)

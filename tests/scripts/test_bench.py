@@ -165,3 +165,21 @@ def test_only_what_a_gpu_loads_keeps_its_code(monkeypatch):
     fatbin.blank(data, 90)
     assert bytes(data).count(b"bbbb") and bytes(data).count(b"ffff")
     assert not any(bytes(data).count(c * 4) for c in (b"a", b"c", b"d", b"e", b"g"))
+
+
+def test_the_row_of_whole_prompts_calls_the_selection_as_it_is(monkeypatch):
+    """Its arguments are drawn with a hint, which the row gives itself."""
+    from scripts.bench import rows_indexer
+
+    seen = []
+
+    def selection(q, weights, keys, visible, k, rounded=False):
+        seen.append(rounded)
+        return rows_indexer.reference.topk_entries(rows_indexer.reference.index_scores(q, weights, keys, visible), k)
+
+    monkeypatch.setattr(rows_indexer.triton, "select_entries", selection)
+    production = rows_indexer.contract_of("select_entries").production
+    made = rows_indexer.select(production, dict(keys="fp4", entries=32, prompt=True, k=8), "cpu")
+    _, check = made.make(0)
+    found, most = check()
+    assert found <= most and seen == [True] and made.name.endswith("128 tokens k8, queries in FP4")
