@@ -227,9 +227,7 @@ def deepgemm_prefill_scores(row, i):
     scores, _, end, off = deepgemm_prompt(row.facts, i)
 
     def run():
-        for _, logits in scores():
-            pass
-        return logits
+        return [logits.shape for _, logits in scores()]
 
     def best(s: slice, logits: torch.Tensor) -> torch.Tensor:
         dead = torch.arange(row.facts["entries"], device="cuda") >= end[s, None]
