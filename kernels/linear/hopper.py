@@ -40,9 +40,10 @@ def product(
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    ROWS: gl.constexpr,
 ):
     """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
-    [N, O1] likewise, of W1 and S1, unless O1 is 0.
+    [N, O1] likewise, of W1 and S1, unless O1 is 0. With ROWS S is [K / 128, O], and each row has scales of its own.
 
     X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. stride:
     from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N anything. SPLIT:
@@ -66,17 +67,17 @@ def product(
         mbarrier.init(empty.index(i), count=1 if SPLIT else 2)
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
-    rings, barriers, sizes = (x_ring, w_ring), (full, empty, summed), (N, stride)
+    rings, barriers, sizes, scaling = (x_ring, w_ring), (full, empty, summed), (N, stride), (SCALES, S, S1)
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
             (
                 multiply,
-                (0, (OUT, OUT1), rings, out, parts, barriers, (SCALES, S, S1), sizes, O, O1, K, SPLIT, GROUP, STAGES),
+                (0, (OUT, OUT1), rings, out, parts, barriers, scaling, sizes, O, O1, K, SPLIT, GROUP, STAGES, ROWS),
             ),
             (
                 multiply,
-                (1, (OUT, OUT1), rings, out, parts, barriers, (SCALES, S, S1), sizes, O, O1, K, SPLIT, GROUP, STAGES),
+                (1, (OUT, OUT1), rings, out, parts, barriers, scaling, sizes, O, O1, K, SPLIT, GROUP, STAGES, ROWS),
             ),
             (copy_tiles, ((X, W, W1), rings, barriers, N, O, O1, K, SPLIT, GROUP, STAGES)),
         ],
@@ -153,7 +154,7 @@ def copy_weight(W, W1, row, column, ready, buffer, O: gl.constexpr, O1: gl.const
 @gluon.jit
 def multiply(
     WHICH: gl.constexpr, outs, rings, out, parts, barriers, scaling, sizes, O: gl.constexpr, O1: gl.constexpr,
-    K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The tiles of this program, as far as they are those of warpgroup WHICH."""
     x_ring, w_ring = rings
@@ -173,15 +174,19 @@ def multiply(
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
         token, row = place(tile, N, R, T, GROUP)
         token += MINE
-        scales = S + row // 128 * BLOCKS
+        if ROWS:
+            scales = S + row + gl.arange(0, R, gl.SliceLayout(0, SUMS))
+        else:
+            scales = S + row // 128 * BLOCKS
         if O1 > 0:
             scales = gl.where(row < O, scales, S1 + (row - O) // 128 * BLOCKS)
+        PITCH: gl.constexpr = O if ROWS else 1  # from a block's scales to the next
         at = SCALES + token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
         acc = gl.zeros([WAVE, R], gl.float32, SUMS)
         acc1 = acc
         # Scales of a block are loaded while the block before it is multiplied, and not touched until it has been.
         first = FIRST if FIRST < BLOCKS else 0
-        of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first)
+        of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first * PITCH)
         of_token1 = gl.load(at + first * stride + WAVE) if WAVES == 2 else of_token
         for block in range(FIRST, BLOCKS, STEP):
             stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
@@ -190,20 +195,20 @@ def multiply(
             zero = gl.zeros([WAVE, R], gl.float32, SUMS)
             part = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
             scale, later = scale_of(of_weight), gl.minimum(block + STEP, BLOCKS - 1)
-            factor, factor1 = of_token * scale, of_token1 * scale
-            of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later)
+            factor, factor1 = (of_token, of_token1) if ROWS else (of_token * scale, of_token1 * scale)
+            of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later * PITCH)
             if WAVES == 2:
                 of_token1 = gl.load(at + later * stride + WAVE)
             part = warpgroup_mma_wait(0, deps=[part])
             if WAVES == 1:
                 mbarrier.arrive(empty.index(stage), count=1)
-            acc += part * factor[:, None]
+            acc = added(acc, part, factor, scale, ROWS)
             if WAVES == 2:
                 # Registers of the first products are taken again: others would be spilled.
                 part = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(empty.index(stage), count=1)
-                acc1 += part * factor1[:, None]
+                acc1 = added(acc1, part, factor1, scale, ROWS)
         if SPLIT:  # the second warpgroup's part of the sums goes to the first by shared memory
             turn = number & 1
             if WHICH == 1:
@@ -221,6 +226,14 @@ def multiply(
                 write(outs, out.index(WHICH), acc1, token + WAVE, row, O, O1)
         number += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def added(acc, part, factor, scale, ROWS: gl.constexpr):
+    """acc + part · factor [tokens], · scale [rows] with ROWS."""
+    if ROWS:
+        part *= scale[None, :]
+    return acc + part * factor[:, None]
 
 
 @gluon.jit

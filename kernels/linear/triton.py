@@ -130,8 +130,9 @@ def _multiply(
 def multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
     """Whether the rounded x [N, K] meets this weight, one of so many, as codes on FP8 tensor cores, whose sums are not
     IEEE fp32."""
-    enough = x.shape[0] >= (CODES_ALONE if weights == 1 else CODES)
-    return enough and not dot_in_fp32(x) and triton_fp8.takes(h, x.device)
+    N, few = x.shape[0], CODES_ALONE if weights == 1 else CODES
+    enough = N >= few and triton_fp8.takes(h, x.device) or N >= dense.TOKENS and triton_fp8.takes_fp4(h, x.device)
+    return enough and not dot_in_fp32(x)
 
 
 def grouped(

@@ -7,7 +7,7 @@ from dsv4.cache.streams import MAX_DRAFTS
 from dsv4.kernels.linear import hopper, triton, triton_fp8
 from dsv4.kernels.linear.triton_fp8 import Tile
 from dsv4.kernels.linear.triton_weights import hold
-from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_mxfp4, to_float
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from tests.gluon import SEEDS, OnCPU
 from tests.kernels.products import CUDA, randn
@@ -78,6 +78,22 @@ def test_two_weights_of_one_launch(N, O, O1, K, tile, programs, seed, monkeypatc
     assert all(map(torch.equal, apart, together)) and not torch.equal(together[0][:, :O1], together[1][:, :O])
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("N, tile, programs", [(130, Tile(128, 128, False), 2), (70, Tile(64, 64, True), 3)])
+def test_rows_with_scales_of_their_own(N, tile, programs, seed, monkeypatch):
+    """Rows whose sizes differ by 2^40 lose nothing to each other."""
+    O, K = 256, 384
+    x, w = randn(N, K, seed=3).cpu().bfloat16(), packed(O, K, True)
+    g = torch.Generator().manual_seed(seed)
+    scale = torch.exp2(torch.randint(-20, 20, (K // 128, O), generator=g).float())
+    held, out = hold("linear", w)._replace(scale=scale, block=(1, 128)), torch.full((N, O), float("nan"))
+    on_cpu(monkeypatch, seed, programs, 4)
+    triton_fp8.product(*codes_of(x), held, out, tile)
+    wide = (w.weight.double().unflatten(1, (-1, 128)) * scale.double().t().unsqueeze(-1)).flatten(1).t()
+    rounded = simulate_fp8_blocks(x, 128).double()
+    assert bool(((out.double() - rounded @ wide).abs() <= rounded.abs() @ wide.abs() * 2**-20).all())
+
+
 def test_a_pass_with_drafts_takes_no_codes():
     """Its bits are those of its tokens one by one, which are streamed."""
     assert min(triton.CODES, triton.CODES_ALONE) > 1 + MAX_DRAFTS
@@ -140,6 +156,20 @@ def test_two_weights_on_the_gpu(N, O, O1, K):
             triton_fp8.product(*given, h, out, tile)
         triton_fp8.product(*given, held[0], together[0], tile, held[1], together[1])
         assert all(map(torch.equal, apart, together)), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_fp4_weights_on_the_gpu():
+    """A product of many tokens by codes, beside the exact one of the same numbers."""
+    x, w = randn(1024, 4096, seed=3).bfloat16(), randn(2048, 4096, seed=4)
+    w *= torch.exp2(randn(2048, 1, seed=5) * 6)
+    w = PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(w))
+    assert triton.multiplies_codes(x, hold("linear", w), 1)
+    out = triton.linear(x, w, True)
+    rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
+    right, size = rounded @ wide, rounded.abs() @ wide.abs()
+    assert bool(((out.double() - right).abs() <= right.abs() * 2**-8 + size * 2**-12).all())
 
 
 def codes_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
