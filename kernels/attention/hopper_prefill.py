@@ -59,7 +59,7 @@ def attend_many(
     are those of `hopper.attend`. A program takes every P-th 64 heads of a query. W ≥ 1: there is a tile."""
     q = gl.allocate_shared_memory(gl.bfloat16, [2, 64, HALF], Q.layout)
     k = gl.allocate_shared_memory(gl.bfloat16, [4, KEYS, HALF], gl.NVMMASharedLayout(128, 16, 2))
-    weights = gl.allocate_shared_memory(gl.bfloat16, [2, 64, KEYS], OUT.layout)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [4, 64, KEYS], OUT.layout)  # the last two for the output alone
     rows = gl.allocate_shared_memory(gl.float32, [4, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
@@ -121,11 +121,11 @@ def copy_rows(
         own, pairs = seen_by(n, lists, T, W, K, LISTED)
         near = own[4]
         run = ENTRIES + (n // T).to(gl.int64) * e_b
+        even, odd = rows_of(0, own, LISTED, KEYS, ROWS), rows_of(1, own, LISTED, KEYS, ROWS)
         mbarrier.wait(asked.index(1), (turn & 1) ^ 1)
         mbarrier.expect(asked.index(0), 2 * Q.block_type.nbytes)
         for i in gl.static_range(2):
             tma.async_copy_global_to_shared(Q, [unit * 64, i * HALF], asked.index(0), q.index(i))
-        even, odd = rows_of(0, own, LISTED, KEYS, ROWS), rows_of(1, own, LISTED, KEYS, ROWS)
         for pair in range(pairs):
             a, b = even, odd
             even, odd = (
@@ -204,6 +204,7 @@ def even_tiles(OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.cons
             mbarrier.arrive(free.index(B_LEFT), count=1)
             s = logits(q, 1, k, A_RIGHT, ready, done, s, True)
             s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(asked.index(1), count=1)  # the next query may come while this one's last pair is multiplied
         acc, l, m = even_pair(s, acc, l, m, shared, barriers, scale, done)
         done += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -252,11 +253,13 @@ def odd_tiles(OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.const
     done, turn = 0, 0
     for unit in range(gl.program_id(0), N * (H // 64), gl.num_programs(0)):
         pairs, acc, l, m = first(SINK, asked, lists, unit, turn, T, W, K, H, LISTED)
-        for _pair in range(pairs):
+        for pair in range(pairs):
             phase = done & 1
             s = logits(q, 1, k, B_RIGHT, ready, done, gl.zeros([64, KEYS], gl.float32, LOGITS), False)
             s = logits(q, 0, k, B_LEFT, ready, done, s, True)
             s = warpgroup_mma_wait(0, deps=[s])
+            if pair == pairs - 1:
+                mbarrier.arrive(asked.index(1), count=1)
             s = masked(s, present.index(1), listed.index(1), phase, scale)
             top = gl.max(s, 1)
             mbarrier.wait(between.index(A_TOP), phase)
@@ -323,11 +326,10 @@ def spread(factor):
 
 @gluon.jit
 def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr, H: gl.constexpr):
-    """What each warpgroup does when it has multiplied all tiles of a query: frees the query, adds the other's sums to
-    its own, and writes its 256 columns of the output, 64 at a time by way of its weights."""
+    """What each warpgroup does when it has multiplied all tiles of a query: adds the other's sums to its own, and writes
+    its 256 columns of the output, 64 at a time by way of its weights and another buffer."""
     _, _, weights, rows, _ = shared
-    _, _, _, asked, between = barriers
-    mbarrier.arrive(asked.index(1), count=1)
+    _, _, _, _, between = barriers
     rows.index(2 + WHICH).store(l)
     mbarrier.arrive(between.index(A_SUM + WHICH), count=1)
     mbarrier.wait(between.index(B_SUM - WHICH), turn & 1)
@@ -337,11 +339,11 @@ def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr
     left, right = halves(out)
     a, b = halves(left)
     c, d = halves(right)
-    buffer, column = weights.index(WHICH), WHICH * HALF
-    write_columns(OUT, buffer, a, unit, column)
-    write_columns(OUT, buffer, b, unit, column + 64)
-    write_columns(OUT, buffer, c, unit, column + 128)
-    write_columns(OUT, buffer, d, unit, column + 192)
+    column = WHICH * HALF
+    write_columns(OUT, weights.index(WHICH), a, unit, column)
+    write_columns(OUT, weights.index(2 + WHICH), b, unit, column + 64)
+    write_columns(OUT, weights.index(WHICH), c, unit, column + 128)
+    write_columns(OUT, weights.index(2 + WHICH), d, unit, column + 192)
 
 
 @gluon.jit
@@ -353,7 +355,7 @@ def halves(x):
 
 @gluon.jit
 def write_columns(OUT, buffer, x, unit, column):
-    tma.store_wait(0)  # what was in the buffer
+    tma.store_wait(1)  # what was in the buffer: the other one may still be read
     buffer.store(x)
     fence_async_shared()
     tma.async_copy_shared_to_global(OUT, [unit * 64, column], buffer)
