@@ -326,8 +326,8 @@ def spread(factor):
 
 @gluon.jit
 def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr, H: gl.constexpr):
-    """What each warpgroup does when it has multiplied all tiles of a query: adds the other's sums to its own, and writes
-    its 256 columns of the output, 64 at a time by way of its weights and another buffer."""
+    """What each warpgroup does when it has multiplied all tiles of a query: adds the other's sums to its own, and
+    writes its 256 columns of the output, 64 at a time by way of its weights and another buffer."""
     _, _, weights, rows, _ = shared
     _, _, _, _, between = barriers
     rows.index(2 + WHICH).store(l)

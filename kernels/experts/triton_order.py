@@ -42,14 +42,14 @@ def sort_pairs(
     if P > FEW:
         _sort_many[(E,)](indices, order, table, P, blocks, E, T, 1024, early, num_warps=4, launch_pdl=early)
         return order, table, None if x is None else simulate_fp8_blocks(x, ACTIVATION_BLOCK)
-    lists = torch.empty(3, P, dtype=torch.int32, device=indices.device)
+    listed = torch.empty(P, dtype=torch.int32, device=indices.device)
     rounded = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, K = (0, 1) if x is None else (x.shape[0] * triton.cdiv(x.shape[1], TILE), x.shape[1])
     _sort_few[(1 + tiles,)](
         indices,
         order,
         table,
-        lists,
+        listed,
         P,
         blocks,
         x,
@@ -73,7 +73,7 @@ def _sort_few(
     INDICES,
     ORDER,
     TABLE,
-    LISTS,
+    LIST,
     P,
     blocks,
     X,
@@ -89,7 +89,7 @@ def _sort_few(
 ):
     begin(EARLY)
     if tl.program_id(0) == 0:
-        _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B, CHUNK, T)
+        _sort(INDICES, ORDER, TABLE, LIST, P, blocks, B, CHUNK, T)
     elif X is not None:
         tile, TILES = tl.program_id(0) - 1, (K + TILE - 1) // TILE
         row, i = (tile // TILES).to(tl.int64), tile % TILES * TILE + tl.arange(0, TILE)
@@ -99,34 +99,49 @@ def _sort_few(
 
 
 @triton.jit
-def _sort(INDICES, ORDER, TABLE, LISTS, P, blocks, B: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr):
-    """All pairs against all, CHUNK at a time. LISTS int32 [3, P]: expert, rank among the expert's pairs and their
-    count, by place."""
+def _sort(INDICES, ORDER, TABLE, LIST, P, blocks, B: tl.constexpr, CHUNK: tl.constexpr, T: tl.constexpr):
+    """All pairs against all, CHUNK at a time: a pair's place is the number of those before it. LIST int32 [P]: experts
+    by place."""
     p = tl.arange(0, B)
     live = p < P
-    e = tl.load(INDICES + p, mask=live, other=0).to(tl.int32)
-    rank, count, less = tl.zeros([B], tl.int32), tl.zeros([B], tl.int32), tl.zeros([B], tl.int32)
+    key = _key(tl.load(INDICES + p, mask=live, other=0), p, B)
+    place = tl.zeros([B], tl.int32)
     for start in range(0, P, CHUNK):
         q = start + tl.arange(0, CHUNK)
-        other = tl.load(INDICES + q, mask=q < P, other=1 << 30).to(tl.int32)[None, :]
-        same = (e[:, None] == other).to(tl.int32)
-        count += tl.sum(same, 1)
-        rank += tl.sum(tl.where(q[None, :] < p[:, None], same, 0), 1)
-        less += tl.sum((other < e[:, None]).to(tl.int32), 1)
-    place = less + rank
+        other = tl.where(q < P, _key(tl.load(INDICES + q, mask=q < P, other=0), q, B), 2147483647)
+        place += tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
     tl.store(ORDER + place, p, mask=live)
-    tl.store(LISTS + place, e, mask=live)
-    tl.store(LISTS + P + place, rank, mask=live)
-    tl.store(LISTS + 2 * P + place, count, mask=live)
-    tl.debug_barrier()
-    e, rank = tl.load(LISTS + p, mask=live, other=0), tl.load(LISTS + P + p, mask=live, other=1)
-    count = tl.load(LISTS + 2 * P + p, mask=live, other=0)
-    head = live & (e >= 0) & (rank % T == 0)
+    tl.store(LIST + place, key // B - 1, mask=live)
+    tl.debug_barrier()  # other threads read the list than wrote it
+    e = tl.load(LIST + p, mask=live, other=-2)
+    before, after = (
+        tl.load(LIST + p - 1, mask=live & (p > 0), other=-2),
+        tl.load(LIST + p + 1, mask=p + 1 < P, other=-2),
+    )
+    opening = tl.associative_scan(tl.where(e != before, p, 0), 0, _larger)
+    end = tl.associative_scan(tl.where(e != after, p + 1, B), 0, _smaller, reverse=True)
+    head = live & (e >= 0) & ((p - opening) % T == 0)
     block = tl.cumsum(head.to(tl.int32), 0) - 1
     tl.store(TABLE, tl.sum(head.to(tl.int32), 0))
     tl.store(TABLE + 1 + block, e, mask=head)
     tl.store(TABLE + 1 + blocks + block, p, mask=head)
-    tl.store(TABLE + 1 + 2 * blocks + block, tl.minimum(count - rank, T), mask=head)
+    tl.store(TABLE + 1 + 2 * blocks + block, tl.minimum(end - p, T), mask=head)
+
+
+@triton.jit
+def _key(e, p, B: tl.constexpr):
+    """Orders pairs p < B by their experts e ≥ −1, and those of an expert by their number."""
+    return (e.to(tl.int32) + 1) * B + p
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
 
 
 @triton.jit(do_not_specialize=["P", "blocks"])
