@@ -27,7 +27,7 @@ from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.kernels.widths import FLASH
-from scripts.bench.timing import Clock, device_kernels, read_bandwidth
+from scripts.bench.timing import Clock, device_kernels, read_times
 from scripts.bench.tuning import asked
 
 NUMBERS = (1, 8, 16, 32, 64, 256, 1024, 4096)
@@ -112,7 +112,7 @@ def main() -> int:
     if args is None:
         return 2
     begun, wrong, clock, stacks = time.monotonic(), 0, Clock(), weights()
-    bandwidth = read_bandwidth(clock, torch.zeros(1 << 28, dtype=torch.int32, device="cuda"))
+    bandwidth = (1 << 30) / read_times(clock, torch.zeros(1 << 28, dtype=torch.int32, device="cuda")).hot_us * 1e6
     print(f"this GPU reads {bandwidth / 1e12:.2f} TB/s", flush=True)
     late = lambda: time.monotonic() - begun > args.seconds
     benches = {}

@@ -4,7 +4,8 @@
 
 Each tile is first held against `linear` of the same rounded activations. A line: µs, cold L2, with and without rounding
 the activations, TFLOPS of the product, and how far the result is off, over the largest number. `now`: `linear`;
-`chosen`: the tile that `tile_for` gives. At the end two weights of one input, in two launches and in one.
+`chosen`: the tile that `tile_for` gives; `read`: the weight's bytes alone, by a kernel that does nothing else. At the
+end two weights of one input, in two launches and in one.
 """
 
 import sys
@@ -23,7 +24,7 @@ from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
-from scripts.bench.timing import Clock
+from scripts.bench.timing import Clock, read_times
 from scripts.bench.tuning import asked
 
 SHAPES = ((4096, 4096), (4096, 8192), (32768, 1024), (1024, 4096))  # rows and columns of the weight
@@ -46,6 +47,9 @@ def main() -> int:
         return 2
     begun, wrong, clock = time.monotonic(), 0, Clock()
     timed = lambda run: clock.runs([run], REPLAYS).cold_us
+    for O, K in SHAPES:
+        codes = weight(O, K).weight.view(torch.int32).flatten()
+        print(f"{O}×{K}: read {read_times(clock, codes).cold_us:.1f} µs, cold L2", flush=True)
     cases = [partial(ways_right, *shape, N, timed) for shape in SHAPES for N in args.tokens]
     cases += [partial(pair_right, *shape, N, timed) for shape in PAIRS for N in args.tokens]
     for right in cases:

@@ -19,7 +19,7 @@ __all__ = [
     "device_kernels",
     "measure_machine",
     "percentile",
-    "read_bandwidth",
+    "read_times",
     "summary",
     "what_each_adds",
 ]
@@ -75,16 +75,17 @@ def _read(source, sink, N: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr
         tl.store(sink, found)
 
 
-def read_bandwidth(clock: Clock, source: torch.Tensor) -> float:
-    """B/s at which an int32 tensor is read, by the fastest of a few shapes."""
+def read_times(clock: Clock, source: torch.Tensor) -> Timing:
+    """How long reading an int32 tensor of 2^n numbers takes: of a few shapes the fastest, cold and hot."""
     programs = torch.cuda.get_device_properties(0).multi_processor_count
-    sink, best = torch.zeros(1, dtype=torch.int32, device="cuda"), 0.0
+    sink, found = torch.zeros(1, dtype=torch.int32, device="cuda"), []
     for each, warps in ((4, 4), (8, 4), (4, 8), (16, 2)):
         block = 4 * 32 * warps
-        part = 1 << (each * programs * block).bit_length() - 1
+        part = min(source.numel(), 1 << (each * programs * block).bit_length() - 1)
         run = lambda: _read[(part // block,)](source, sink, source.numel(), part, block, num_warps=warps)
-        best = max(best, source.nbytes / (clock.graphs([capture(run)], 10).hot_us * 1e-6))
-    return best
+        found.append(clock.graphs([capture(run)], 10))
+    cold, hot = (min(getattr(one, name) for one in found) for name in ("cold_us", "hot_us"))
+    return Timing(cold, hot, max(one.spread for one in found), 10)
 
 
 def measure_machine(clock: Clock) -> Machine:
@@ -92,7 +93,7 @@ def measure_machine(clock: Clock) -> Machine:
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / (clock.graphs([capture(lambda: target.copy_(source))], 10).hot_us * 1e-6)
-    read = read_bandwidth(clock, source.zero_().view(torch.int32))
+    read = source.nbytes / (read_times(clock, source.zero_().view(torch.int32)).hot_us * 1e-6)
     source = target = None  # memory of the device
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = clock.graphs([capture(lambda: torch.mm(a, b))], 10)
