@@ -64,10 +64,10 @@ TIMES = {
 @cache
 def tile_for(N: int, O: int, programs: int, rows: bool = False) -> Tile:
     """The tile whose rounds of programs take the least time. The smallest reads the tokens most often: it is only for
-    weights that would not keep half of the programs busy. rows: of the weight have scales of their own, for which the
+    weights that no other tile divides among as many programs. rows: of the weight have scales of their own, for which the
     largest has no registers."""
     tiles = lambda tile: triton.cdiv(N, tile.tokens) * (O // tile.rows)
-    fits = lambda tile: (tile.rows > 32 or 2 * tiles(tile) <= programs) and not (rows and tile.tokens > 128)
+    fits = lambda tile: (tile.rows > 32 or tiles(tile) <= programs) and not (rows and tile.tokens > 128)
     return min(
         filter(fits, TIMES),
         key=lambda tile: triton.cdiv(tiles(tile), programs) * TIMES[tile],
