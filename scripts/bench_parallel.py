@@ -166,7 +166,7 @@ def rows_of(part: str, args: argparse.Namespace, machine: Machine) -> list[Row]:
     return [
         step(1, 8 * K),
         step(8, 8 * K),
-        prompt(128 * K, 4 * K, 2),
+        *(prompt(128 * K, chunk * K, 2) for chunk in (4, 8)),
         step(32, 8 * K),
         ("drafts", lambda: parallel.drafts(model, 8 * K, print)),
         profile,

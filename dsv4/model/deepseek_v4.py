@@ -96,7 +96,10 @@ class Model(CausalLM):
         return self.gpu_chunk(cache.batch, cache.max_context) if whole and self.device.type != "cpu" else self.chunk
 
     def gpu_chunk(self, batch: int, context: int) -> int:
-        return LARGE_CHUNK if batch == 1 and context <= LARGE_CHUNK_BESIDE else GPU_CHUNK
+        if batch > 1 or context > LARGE_CHUNK_BESIDE:
+            return GPU_CHUNK
+        # A host launches the kernels of a chunk in one time, and several ranks have less to compute in it.
+        return LARGE_CHUNK * min(2, self.ranks.size)
 
     def cache_layout(self, memory: HostMemory | None = None) -> LatentLayout:
         given = self.config, self.numerics, len(self.mtp) > 0, self.op.write_rows

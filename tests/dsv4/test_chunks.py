@@ -6,6 +6,7 @@ import torch
 from dsv4.model.causal import CHUNK, GPU_CHUNK
 from dsv4.model.deepseek_v4 import LARGE_CHUNK, LARGE_CHUNK_BESIDE
 from dsv4.model.dummy import plan_dummy
+from dsv4.model.ranks import Ranks
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,12 @@ def test_chunk_beside_a_cache(device, batch, context, chunk, monkeypatch):
     monkeypatch.setattr(type(model), "_run_pieces", lambda *given: ran.append(given[4]))
     model.append(torch.zeros(batch, 8000, dtype=torch.int64), cache, logits="none")
     assert ran == [chunk]
+
+
+@pytest.mark.parametrize("size, chunks", [(1, 1), (2, 2), (4, 2)])
+def test_several_ranks_take_larger_chunks(size, chunks):
+    model = plan_dummy("flash", 2, "native", "triton", "fp8", "fp4", ranks=Ranks(0, size))
+    assert model.gpu_chunk(1, 8192) == chunks * LARGE_CHUNK and model.gpu_chunk(2, 8192) == GPU_CHUNK
 
 
 def test_a_cache_in_pages_takes_smaller_steps():
