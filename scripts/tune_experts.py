@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dsv4.kernels.experts import hopper_launch, triton
 from dsv4.kernels.experts.contract import expert_work
 from dsv4.kernels.experts.hopper_launch import STAGES, TOKENS, tile_tokens, unfit
-from dsv4.kernels.experts.hopper_weights import Unfit
 from dsv4.kernels.experts.triton_stream import Routed
+from dsv4.kernels.linear.hopper_weights import Unfit
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
 from dsv4.kernels.widths import FLASH

@@ -7,10 +7,10 @@ import torch
 from dsv4.kernels.descriptors import TYPES, described
 from dsv4.kernels.experts import hopper
 from dsv4.kernels.experts.hopper_order import arrange
-from dsv4.kernels.experts.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.experts.triton_order import sort_pairs
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.launch import capability, processors
+from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.linear.triton_weights import Held
 
 TOKENS = (8, 16, 32, 64, 128)  # of a tile, at most; sums of more do not fit in registers

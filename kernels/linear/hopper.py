@@ -43,7 +43,7 @@ def product(
     ROWS: gl.constexpr,
 ):
     """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
-    [N, O1] likewise, of W1 and S1, unless O1 is 0. With ROWS S is [K / 128, O], and each row has scales of its own.
+    [N, O1] likewise, of W1 and S1, unless O1 is 0. ROWS: each row has a scale beside, of S1 [O] in fp32.
 
     X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. stride:
     from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N anything. SPLIT:
@@ -174,19 +174,15 @@ def multiply(
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
         token, row = place(tile, N, R, T, GROUP)
         token += MINE
-        if ROWS:
-            scales = S + row + gl.arange(0, R, gl.SliceLayout(0, SUMS))
-        else:
-            scales = S + row // 128 * BLOCKS
+        scales = S + row // 128 * BLOCKS
         if O1 > 0:
             scales = gl.where(row < O, scales, S1 + (row - O) // 128 * BLOCKS)
-        PITCH: gl.constexpr = O if ROWS else 1  # from a block's scales to the next
         at = SCALES + token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
         acc = gl.zeros([WAVE, R], gl.float32, SUMS)
         acc1 = acc
         # Scales of a block are loaded while the block before it is multiplied, and not touched until it has been.
         first = FIRST if FIRST < BLOCKS else 0
-        of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first * PITCH)
+        of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first)
         of_token1 = gl.load(at + first * stride + WAVE) if WAVES == 2 else of_token
         for block in range(FIRST, BLOCKS, STEP):
             stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
@@ -195,20 +191,23 @@ def multiply(
             zero = gl.zeros([WAVE, R], gl.float32, SUMS)
             part = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
             scale, later = scale_of(of_weight), gl.minimum(block + STEP, BLOCKS - 1)
-            factor, factor1 = (of_token, of_token1) if ROWS else (of_token * scale, of_token1 * scale)
-            of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later * PITCH)
+            factor, factor1 = of_token * scale, of_token1 * scale
+            of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later)
             if WAVES == 2:
                 of_token1 = gl.load(at + later * stride + WAVE)
             part = warpgroup_mma_wait(0, deps=[part])
             if WAVES == 1:
                 mbarrier.arrive(empty.index(stage), count=1)
-            acc = added(acc, part, factor, scale, ROWS)
+            acc += part * factor[:, None]
             if WAVES == 2:
                 # Registers of the first products are taken again: others would be spilled.
                 part = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(empty.index(stage), count=1)
-                acc1 = added(acc1, part, factor1, scale, ROWS)
+                acc1 += part * factor1[:, None]
+        if ROWS:
+            of_row = gl.load(S1 + row + gl.arange(0, R, gl.SliceLayout(0, SUMS)))
+            acc, acc1 = acc * of_row[None, :], acc1 * of_row[None, :]
         if SPLIT:  # the second warpgroup's part of the sums goes to the first by shared memory
             turn = number & 1
             if WHICH == 1:
@@ -226,14 +225,6 @@ def multiply(
                 write(outs, out.index(WHICH), acc1, token + WAVE, row, O, O1)
         number += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def added(acc, part, factor, scale, ROWS: gl.constexpr):
-    """acc + part · factor [tokens], · scale [rows] with ROWS."""
-    if ROWS:
-        part *= scale[None, :]
-    return acc + part * factor[:, None]
 
 
 @gluon.jit

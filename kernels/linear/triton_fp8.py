@@ -17,6 +17,7 @@ from dsv4.kernels.descriptors import described
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import capability, dependent_launch, processors
 from dsv4.kernels.linear import hopper
+from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.linear.triton_weights import Held
 from dsv4.kernels.linear.triton_words import begin, launch_dependents, wait_for_dependencies
 from dsv4.kernels.quantize.triton_codes import decode_e2m1, e4m3_blocks, e4m3_bytes, power_of_two, widen
@@ -27,7 +28,7 @@ BLOCK = 128  # columns of a scale of activations, rows and columns of one of wei
 # 8,192 columns, 64 tokens 6.3 and 6.8 µs, 4,096 tokens 44.6 and 29.4).
 ROWS_QUANTISED, ROWS_OF_MANY, MANY_BLOCKS = 8, 32, 1 << 14
 SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
-FP4_ROWS = 32  # of a program that recodes
+FP4_ROWS, FP4_COLUMNS = 16, 512  # of a program that recodes
 MOST_STAGES = 16
 MOST_TOKENS = 256  # of a tile
 # Whether two weights share a launch (`scripts/tune_fp8.py` on an H200: 1024 and 512 rows of 4,096 columns, 16 tokens 22
@@ -62,14 +63,12 @@ TIMES = {
 
 
 @cache
-def tile_for(N: int, O: int, programs: int, rows: bool = False) -> Tile:
+def tile_for(N: int, O: int, programs: int) -> Tile:
     """The tile whose rounds of programs take the least time. The smallest reads the tokens most often: it is only for
-    weights that no other tile divides among as many programs. rows: of the weight have scales of their own, for which the
-    largest has no registers."""
+    weights that no other tile divides among as many programs."""
     tiles = lambda tile: triton.cdiv(N, tile.tokens) * (O // tile.rows)
-    fits = lambda tile: (tile.rows > 32 or tiles(tile) <= programs) and not (rows and tile.tokens > 128)
     return min(
-        filter(fits, TIMES),
+        (tile for tile in TIMES if tile.rows > 32 or tiles(tile) <= programs),
         key=lambda tile: triton.cdiv(tiles(tile), programs) * TIMES[tile],
     )
 
@@ -80,8 +79,9 @@ def takes(h: Held, device: torch.device) -> bool:
 
 
 def takes_fp4(h: Held, device: torch.device) -> bool:
-    """Whether they do so with what `of_fp4` makes of this weight."""
-    return h.format == "mxfp4" and _whole(h, device)
+    """Whether they do so with what `of_fp4` makes of this weight. The first call for a weight reads all of it, and
+    waits for the result."""
+    return h.format == "mxfp4" and _whole(h, device) and not isinstance(largest_scales(h), Unfit)
 
 
 def _whole(h: Held, device: torch.device) -> bool:
@@ -89,20 +89,30 @@ def _whole(h: Held, device: torch.device) -> bool:
     return whole and h.weight.dim() == 2 and capability(device)[0] == 9
 
 
-def of_fp4(h: Held) -> Held:
-    """An MXFP4 weight [O, K] as E4M3 codes with a scale of 128 columns of each row, fp32 [K / 128, O].
+class Coded(NamedTuple):
+    """E4M3 codes [O, K]; ones uint8 [O / 128, K / 128]: scales of blocks, which are 1; scale fp32 [O]: of each row."""
 
-    E2M1 numbers are E4M3 numbers, and so they are under their scales of 32 columns where the scales of 128 columns are
-    within 2^14 of each other. Beyond that a number is off by at most 2^-16 of the largest of these scales.
-    """
-    codes = torch.empty(h.O, h.K, dtype=torch.float8_e4m3fn, device=h.weight.device)
-    scale = torch.empty(h.K // BLOCK, h.O, dtype=torch.float32, device=h.weight.device)
-    early = dependent_launch(codes.device)
-    _recode[(h.O // FP4_ROWS, h.K // BLOCK)](
-        h.weight.view(torch.uint8), h.scale, codes.view(torch.uint8), scale, h.O, h.K, FP4_ROWS, early, num_warps=4,
-        launch_pdl=early,
+    codes: torch.Tensor
+    ones: torch.Tensor
+    scale: torch.Tensor
+
+
+def of_fp4(h: Held) -> Coded:
+    """An MXFP4 weight [O, K] exactly. Raises UnsupportedInput unless `takes_fp4`: E2M1 numbers under their scales are
+    E4M3 numbers only where the scales of a row are near each other."""
+    tops = largest_scales(h)
+    if isinstance(tops, Unfit):
+        raise UnsupportedInput(f"FP4 weights become E4M3 codes under one scale a row; {tops.reason}")
+    device = h.weight.device
+    codes = torch.empty(h.O, h.K, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(h.O, dtype=torch.float32, device=device)
+    ones = torch.empty(h.O // BLOCK, h.K // BLOCK, dtype=torch.uint8, device=device)
+    early = dependent_launch(device)
+    _recode[(h.O // FP4_ROWS, h.K // FP4_COLUMNS)](
+        h.weight.view(torch.uint8), h.scale, tops, codes.view(torch.uint8), scale, ones, h.K, FP4_ROWS, FP4_COLUMNS,
+        early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
-    return Held("fp8", codes, scale, None, h.O, h.K, (1, BLOCK))
+    return Coded(codes, ones, scale)
 
 
 def quantised(x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,20 +148,26 @@ def scales_of(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _recode(W, S, CODES, SCALES, O: tl.constexpr, K: tl.constexpr, R: tl.constexpr, EARLY: tl.constexpr):
-    """R rows of 128 columns."""
+def _recode(
+    W, S, TOPS, CODES, SCALES, ONES, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """R rows of C columns."""
     begin(EARLY)
-    o, block = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
+    o, part = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     at = o.to(tl.int64)[:, None]
-    pair = tl.load(W + at * (K // 2) + block * 64 + tl.arange(0, 64)[None, :])
-    scale = tl.load(S + at * (K // 32) + block * 4 + tl.arange(0, 4)[None, :]).to(tl.int32)
-    # 6 · 2^6 is below 448, the largest number. A scale of 255 is NaN.
-    top = tl.minimum(tl.maximum(tl.max(scale, 1), 7), 254) - 6
-    shift = power_of_two(tl.maximum(scale - top[:, None], -126))
-    x = tl.reshape(tl.interleave(decode_e2m1(pair & 15), decode_e2m1(pair >> 4)), [R, 4, 32])
-    codes = e4m3_bytes(x * tl.where(scale == 255, float("nan"), shift)[:, :, None])
-    tl.store(CODES + at * K + block * 128 + tl.arange(0, 128)[None, :], tl.reshape(codes, [R, 128]))
-    tl.store(SCALES + block.to(tl.int64) * O + o, power_of_two(top - 127))
+    pair = tl.load(W + at * (K // 2) + part * (C // 2) + tl.arange(0, C // 2)[None, :])
+    scale = tl.load(S + at * (K // 32) + part * (C // 32) + tl.arange(0, C // 32)[None, :]).to(tl.int32)
+    top = tl.load(TOPS + o).to(tl.int32) - 6  # 6 · 2^6 is below 448, the largest number
+    # A group of zeros may have any scale.
+    shift = power_of_two(tl.maximum(tl.minimum(scale - top[:, None], 6), -126))
+    x = tl.reshape(tl.interleave(decode_e2m1(pair & 15), decode_e2m1(pair >> 4)), [R, C // 32, 32])
+    codes = tl.reshape(e4m3_bytes(x * shift[:, :, None]), [R, C])
+    tl.store(CODES + at * K + part * C + tl.arange(0, C)[None, :], codes)
+    if part == 0:
+        tl.store(SCALES + o, power_of_two(top - 127))
+    if tl.program_id(0) % (128 // R) == 0:
+        block = part * (C // 128) + tl.arange(0, C // 128)
+        tl.store(ONES + tl.program_id(0) * R // 128 * (K // 128) + block, block * 0 + 127)
 
 
 @triton.jit(do_not_specialize=["N", "stride"])
@@ -174,9 +190,8 @@ def products(codes: torch.Tensor, scales: torch.Tensor, weights: Sequence[Held],
     left = list(zip(weights, outs, strict=True))
     while left:
         h, out = left.pop(0)
-        h = of_fp4(h) if h.format == "mxfp4" else h
-        kind = lambda h, out: (h.block, h.scale.dtype, out.dtype)
-        alike = lambda other: h.block[0] == BLOCK and kind(*other) == kind(h, out)
+        kind = lambda h, out: (h.format, h.scale.dtype, out.dtype)
+        alike = lambda other: h.format == "fp8" and kind(*other) == kind(h, out)
         at = next((i for i, other in enumerate(left) if PAIRED and alike(other)), None)
         product(codes, scales, h, out, None, *([] if at is None else left.pop(at)))
 
@@ -191,27 +206,28 @@ def product(
     out1: torch.Tensor | None = None,
 ) -> None:
     """out [N, O] = x · Wᵀ of x as `quantised` gives it, and out1 of a second weight whose scales and result have the
-    dtypes of the first's. Raises UnsupportedInput unless `takes`; one weight may be what `of_fp4` made."""
+    dtypes of the first's. Raises UnsupportedInput unless `takes`, or of one weight `takes_fp4`."""
     both = (h,) if h1 is None else (h, h1)
-    rows = len(both) == 1 and h.block == (1, BLOCK) and tuple(h.scale.shape) == (h.K // BLOCK, h.O)
-    for each in both:
-        _check(each, codes.device, rows)
+    fp4 = h1 is None and takes_fp4(h, codes.device)
+    for each in both if not fp4 else ():
+        _check(each, codes.device)
     (N, K), device, O1 = codes.shape, codes.device, 0 if h1 is None else h1.O
-    tile = tile or tile_for(N, h.O + O1, processors(device), rows)
+    given, scale, scale1 = of_fp4(h) if fp4 else (h.weight, h.scale, both[-1].scale)
+    tile = tile or tile_for(N, h.O + O1, processors(device))
     blocks = (h.O + O1) // tile.rows
     alike = (h.O | O1) // tile.rows
     group = min(8, alike & -alike)  # a group lies in one weight
     x = described(codes.view(torch.float8_e4m3fn), tile.tokens, BLOCK)
-    ws = [described(each.weight, tile.rows, BLOCK) for each in both]
+    ws = [described(w, tile.rows, BLOCK) for w in (given, *(each.weight for each in both[1:]))]
     ys = [described(y, 64, tile.rows) for y in ((out,) if out1 is None else (out, out1))]
     hopper.product[(min(triton.cdiv(N, tile.tokens) * blocks, processors(device)),)](
-        x, ws[0], ws[-1], ys[0], ys[-1], scales, both[0].scale, both[-1].scale, N, scales.stride(0), h.O, O1, K,
-        tile.split, group, tile.stages(out.dtype), rows, num_warps=4, maxnreg=168, launch_pdl=dependent_launch(device),
+        x, ws[0], ws[-1], ys[0], ys[-1], scales, scale, scale1, N, scales.stride(0), h.O, O1, K,
+        tile.split, group, tile.stages(out.dtype), fp4, num_warps=4, maxnreg=168, launch_pdl=dependent_launch(device),
     )  # fmt: skip
 
 
-def _check(h: Held, device: torch.device, rows: bool) -> None:
-    if not (takes(h, device) or rows and h.format == "fp8" and _whole(h, device)):
+def _check(h: Held, device: torch.device) -> None:
+    if not takes(h, device):
         raise UnsupportedInput(
             f"FP8 products take FP8 weights in blocks of 128 × 128 and whole blocks, on capability 9; this one is "
             f"{h.format} [{h.O}, {h.K}] in blocks of {h.block}"

@@ -79,18 +79,20 @@ def test_two_weights_of_one_launch(N, O, O1, K, tile, programs, seed, monkeypatc
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("N, tile, programs", [(130, Tile(128, 128, False), 2), (70, Tile(64, 64, True), 3)])
-def test_rows_with_scales_of_their_own(N, tile, programs, seed, monkeypatch):
+@pytest.mark.parametrize(
+    "N, tile, programs", [(130, Tile(128, 128, False), 2), (70, Tile(64, 64, True), 3), (260, Tile(256, 128, False), 2)]
+)
+def test_rows_with_a_scale_each(N, tile, programs, seed, monkeypatch):
     """Rows whose sizes differ by 2^40 lose nothing to each other."""
     O, K = 256, 384
-    x, w = randn(N, K, seed=3).cpu().bfloat16(), packed(O, K, True)
-    g = torch.Generator().manual_seed(seed)
-    scale = torch.exp2(torch.randint(-20, 20, (K // 128, O), generator=g).float())
-    held, out = hold("linear", w)._replace(scale=scale, block=(1, 128)), torch.full((N, O), float("nan"))
+    x, w, g = randn(N, K, seed=3).cpu().bfloat16(), packed(O, K, True), torch.Generator().manual_seed(seed)
+    scale, ones = torch.exp2(torch.randint(-20, 20, (O,), generator=g).float()), torch.full((2, 3), 127)
+    monkeypatch.setattr(triton_fp8, "takes_fp4", lambda h, device: True)
+    monkeypatch.setattr(triton_fp8, "of_fp4", lambda h: triton_fp8.Coded(w.weight, ones.to(torch.uint8), scale))
+    out = torch.full((N, O), float("nan"))
     on_cpu(monkeypatch, seed, programs, 4)
-    triton_fp8.product(*codes_of(x), held, out, tile)
-    wide = (w.weight.double().unflatten(1, (-1, 128)) * scale.double().t().unsqueeze(-1)).flatten(1).t()
-    rounded = simulate_fp8_blocks(x, 128).double()
+    triton_fp8.product(*codes_of(x), hold("linear", w), out, tile)
+    rounded, wide = simulate_fp8_blocks(x, 128).double(), (w.weight.double() * scale.double()[:, None]).t()
     assert bool(((out.double() - rounded @ wide).abs() <= rounded.abs() @ wide.abs() * 2**-20).all())
 
 

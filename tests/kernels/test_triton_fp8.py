@@ -33,28 +33,32 @@ def test_codes_of_normalised_rows(N, K):
     assert not torch.equal(found, rms_norm(x, weight, 1e-6).float())
 
 
-@pytest.mark.parametrize("O, K", [(64, 256), *[(2048, 4096)] * CUDA])
+@pytest.mark.parametrize("O, K", [(256, 512), *[(2048, 4096)] * CUDA])
 def test_fp4_weights_are_codes(O, K):
-    """Exactly, where scales of 128 columns are within 2^14; then by 2^-16 of the largest scale."""
-    codes = torch.randint(0, 256, (O, K // 2), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    near = torch.randint(0, 15, (O, K // 32), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
-    base = torch.randint(0, 200, (O, 1), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    for scale, exact in ((near + base, True), (2 * near + base, False)):
-        w = PackedWeight(WeightFormat.MXFP4, codes.to(DEVICE), scale.view(torch.float8_e8m0fnu).to(DEVICE))
-        made, wanted = triton_fp8.of_fp4(hold("linear", w)), to_float(w).double()
-        found = made.weight.double().unflatten(1, (-1, 128)) * made.scale.double().t().unsqueeze(-1)
-        most = torch.exp2(scale.to(DEVICE).double() - 127).unflatten(1, (-1, 4)).amax(-1, keepdim=True)
-        off = (found - wanted.unflatten(1, (-1, 128))).abs() / most
-        assert made.block == (1, 128) and off.max() <= (0.0 if exact else 2**-16) and (exact or off.max() > 0)
-
-
-def test_fp4_weights_with_scales_that_are_not_numbers():
-    w = torch.full((32, 64), 0x22, dtype=torch.uint8, device=DEVICE)
-    scale = torch.full((32, 4), 127, dtype=torch.uint8, device=DEVICE)
-    scale[3, 1] = 255
-    w = PackedWeight(WeightFormat.MXFP4, w, scale.view(torch.float8_e8m0fnu))
+    """Exactly; groups of zeros may have any scale."""
+    g = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (O, K // 2), generator=g, dtype=torch.uint8)
+    scale = torch.randint(0, 14, (O, K // 32), generator=g, dtype=torch.uint8)
+    scale += torch.randint(7, 200, (O, 1), generator=g, dtype=torch.uint8)
+    codes[0, :16], scale[0, 0] = 0x80, 254
+    w = PackedWeight(WeightFormat.MXFP4, codes.to(DEVICE), scale.view(torch.float8_e8m0fnu).to(DEVICE))
     made = triton_fp8.of_fp4(hold("linear", w))
-    assert torch.equal(made.weight.float().isnan(), to_float(w).isnan())
+    assert torch.equal(made.codes.double() * made.scale.double()[:, None], to_float(w).double())
+    assert made.ones.eq(127).all()
+
+
+@pytest.mark.parametrize("byte", [90, 255], ids=["far away", "not a number"])
+def test_other_fp4_weights_are_left_alone(byte, monkeypatch):
+    scale = torch.full((256, 16), 127, dtype=torch.uint8, device=DEVICE)
+    scale[3, 1] = byte
+    w = torch.full((256, 256), 0x22, dtype=torch.uint8, device=DEVICE)
+    held = hold("linear", PackedWeight(WeightFormat.MXFP4, w, scale.view(torch.float8_e8m0fnu)))
+    monkeypatch.setattr(triton_fp8, "capability", lambda device: (9, 0))
+    assert not triton_fp8.takes_fp4(held, held.weight.device)
+    with pytest.raises(UnsupportedInput, match="one scale a row"):
+        triton_fp8.of_fp4(held)
+    near = held._replace(scale=torch.full_like(held.scale, 127), weight=held.weight.clone())
+    assert triton_fp8.takes_fp4(near, held.weight.device)
 
 
 @pytest.mark.parametrize("O, K, block", [(200, 128, (128, 128)), (128, 192, (128, 128)), (128, 128, (64, 128))])

@@ -10,9 +10,9 @@ from triton.experimental.gluon import language as gl
 from dsv4.kernels.experts import hopper, hopper_codes, hopper_launch, reference, triton
 from dsv4.kernels.experts.hopper_launch import multiply_codes, tile_tokens, unfit
 from dsv4.kernels.experts.hopper_order import arrange, place_of, rows_of
-from dsv4.kernels.experts.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.experts.triton_stream import Routed
+from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_mxfp4
 from dsv4.kernels.quantize.formats import decode_e2m1

@@ -1,4 +1,4 @@
-"""Which MXFP4 weights `hopper` multiplies exactly, and what it has to know of them."""
+"""Which MXFP4 weights are E4M3 codes under one scale a row, exactly, and these scales."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ _known: dict[tuple, tuple[StorageWeakRef, torch.Tensor | Unfit]] = {}
 
 
 def largest_scales(w: Held) -> torch.Tensor | Unfit:
-    """uint8 [E, O]: byte of the largest scale of each row, of groups that are not all zeros; or why there is none.
+    """uint8 [E, O], or [O] of one matrix: byte of the largest scale of each row, of groups that are not all zeros; or
+    why there is none.
 
     Scales of a row become part of its codes, relative to the largest one. E4M3 holds E2M1 codes exactly over 14
     exponents. The weight is read once, when it is first asked for, and must not be written to later. The bytes are kept
@@ -34,10 +35,10 @@ def largest_scales(w: Held) -> torch.Tensor | Unfit:
         return Unfit(f"the weight is in {w.format}")
     if w.of is not None:
         return Unfit("the weight is a pool of slots, whose matrices change")
-    if w.O % ROWS or w.K % COLUMNS or w.weight.ndim != 3:
+    if w.O % ROWS or w.K % COLUMNS or w.weight.ndim not in (2, 3):
         return Unfit(f"{w.O} rows of {w.K} columns are not multiples of {ROWS} and {COLUMNS}")
     if w.weight.is_meta:
-        return torch.empty(w.weight.shape[:2], dtype=torch.uint8, device="meta")
+        return torch.empty(w.weight.shape[:-1], dtype=torch.uint8, device="meta")
     if w.weight.data_ptr() % 16 or w.scale.data_ptr() % 16:
         return Unfit("the weight does not begin at a multiple of 16 bytes")
     key = w.weight.device, w.weight.data_ptr(), w.scale.data_ptr(), tuple(w.weight.shape)
@@ -45,7 +46,9 @@ def largest_scales(w: Held) -> torch.Tensor | Unfit:
         return _known[key][1]
     for gone in [k for k, (storage, _) in _known.items() if storage.expired()]:
         del _known[gone]
-    found = _largest_scales(w.weight, w.scale)
+    single = w.weight.ndim == 2
+    found = _largest_scales(*((w.weight[None], w.scale[None]) if single else (w.weight, w.scale)))
+    found = found[0] if single and isinstance(found, torch.Tensor) else found
     _known[key] = StorageWeakRef(w.weight.untyped_storage()), found
     return found
 
