@@ -29,7 +29,7 @@ MODULES = (
     "peers_indexer",
     "peers_mhc",
     "peers_experts",
-    "peers_int4",
+    "peers_w4a8",
     "peers_sdpa",
     "peers_deepgemm",
 )

@@ -1,17 +1,21 @@
-"""A peer with INT4 weights and FP8 activations: SGLang's CUTLASS mixture of experts for Hopper."""
+"""Peers with weights of four bits and FP8 activations: SGLang's CUTLASS mixture of experts, humming's products."""
 
 import ctypes
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, to_float
 from dsv4.probes.kernel_audit.adapters.installed import folders
-from scripts.bench.inputs import difference, generator
+from scripts.bench.inputs import difference, generator, normal
 from scripts.bench.peers import hopper, library, peer, require
 from scripts.bench.peers_experts import TOLERANCE, D, E, I, K, tokens
+from scripts.bench.peers_experts import weights as mxfp4_weights
 
 GROUP = 128  # weights of one scale
 E4M3 = 448.0  # its largest number
+E4M3_TOLERANCE = 4e-2  # of products of inputs with three bits after the leading one, beside exact ones
 CHECKED = 4  # tokens that are held against the reference
 
 
@@ -53,7 +57,7 @@ def rounded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def activated(gate_up: torch.Tensor) -> torch.Tensor:
     """SwiGLU of fp32 [..., 2·I], without limits."""
     gate, up = gate_up.float().chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    return F.silu(gate) * up
 
 
 def wanted(x, indices, routing, in_scale, hidden_scale) -> torch.Tensor:
@@ -88,7 +92,7 @@ def cutlass(row, i):
     slot_of = torch.empty(slots, dtype=torch.int32, device="cuda")
     slot_of[order] = torch.arange(slots, dtype=torch.int32, device="cuda")
     held = torch.bincount(chosen.flatten(), minlength=E)
-    offsets = torch.nn.functional.pad(held.cumsum(0), (1, 0)).int()
+    offsets = F.pad(held.cumsum(0), (1, 0)).int()
     sizes = lambda rows, width: torch.stack([torch.full_like(held, rows), held, torch.full_like(held, width)], 1).int()
     sizes13, sizes2 = sizes(2 * I, D), sizes(D, I)
     strides = {n: torch.full((E, 3), n, dtype=torch.int64, device="cuda") for n in (D, I, 2 * I)}
@@ -115,3 +119,47 @@ def cutlass(row, i):
 
     few = [part[:CHECKED] for part in (x, indices, routing)]
     return run, lambda: (difference(run()[:CHECKED], wanted(*few, in_scale, hidden_scale)), TOLERANCE)
+
+
+@lru_cache(1)
+def humming_layers():
+    """Both stacks as humming holds them, for inputs in E4M3."""
+    layers, made = require("humming.layer"), []
+    for w in mxfp4_weights():
+        rows, half = w.weight.shape[1:]
+        layer = layers.HummingLayer(
+            shape_n=rows,
+            shape_k=2 * half,
+            weight_config={"quant_method": "mxfp4"},
+            input_config={"dtype": "float8e4m3"},
+            num_experts=E,
+            torch_dtype=torch.bfloat16,
+        )
+        layer.load_from_tensors({"weight": w.weight.cpu(), "weight_scale": w.scale.view(torch.uint8).cpu()})
+        layer = layer.cuda()
+        layer.transform()
+        made.append(layer)
+    return made
+
+
+@peer("humming W4A8 MXFP4, products alone", "experts")
+def humming_grouped(row, i):
+    """humming-kernels 0.1.19, grouped products with the same bytes of weights. Inputs are rounded to E4M3 with a scale
+    a token, which is timed. It compiles itself. Sorting, activation and the sum over a token are left out."""
+    gate_up, down = humming_layers()
+    _, indices, _ = tokens(row.facts["batch"], i)
+    held = torch.bincount(indices.flatten(), minlength=E)
+    layout = F.pad(held.cumsum(0), (1, 0))
+    first, second = (normal(2 * i + s, indices.numel(), width) for s, width in enumerate((D, I)))
+    how = dict(expert_layout=layout, compute_config={"gemm_type": "grouped_contiguous"})
+
+    def run():
+        return gate_up(first, **how), down(second, **how)
+
+    def check():
+        e = int(held.nonzero()[0])
+        one = PackedWeight(WeightFormat.MXFP4, mxfp4_weights()[0].weight[e], mxfp4_weights()[0].scale[e])
+        rows = int(held[e])
+        return difference(run()[0][:rows], F.linear(first[:rows].float(), to_float(one))), E4M3_TOLERANCE
+
+    return run, check
