@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Fetch published kernels to benchmark against, trimmed to what a Hopper GPU loads; never committed.
 #
-#     scripts/peers.sh [DIR] [vllm] [flashinfer]      DIR: .peers
+#     scripts/peers.sh [DIR] [vllm] [flashinfer] [sglang]      DIR: .peers
 #
 # Writes DIR/pack/core.tar.xz (11 MiB: FlashMLA, DeepGEMM, SGLang's Triton kernels, humming) and, if asked, DIR/pack/vllm.tar.xz
-# (29 MiB: vLLM's top-k and Marlin libraries) and DIR/pack/flashinfer.tar.xz (its top-k and mHC, which compile themselves).
+# (29 MiB: vLLM's top-k and Marlin libraries), DIR/pack/flashinfer.tar.xz (its top-k and mHC, which compile themselves) and
+# DIR/pack/sglang.tar.xz (5 MiB: its library, for torch 2.11 with CUDA 13, and Triton kernels of experts).
 # Where they are to run:
 #
 #     mkdir -p /tmp/peers && for f in DIR/pack/*.tar.xz; do tar -xJf $f -C /tmp/peers; done
@@ -79,7 +80,15 @@ for extra in "$@"; do
         "$data/csrc/mhc/*" "$data/csrc/tvm_ffi_utils.h" -x 'flashinfer/experimental/*' 'flashinfer/moe_ep/*'
       take apache_tvm_ffi 'tvm_ffi/*'
       mv "$src/flashinfer" "$src/tvm_ffi" "$out/flashinfer/" ;;
-    *) echo "unknown peer $extra; expected vllm or flashinfer" >&2; exit 2 ;;
+    sglang)
+      fetch sglang-kernel==0.4.3
+      take sglang_kernel 'sgl_kernel/sm90/common_ops.abi3.so'
+      take sglang "$ops/moe/ep_moe_kernels.py"
+      trim "$src/sgl_kernel/sm90/common_ops.abi3.so" "$out/sglang/common_ops.abi3.so"
+      mv "$src/sglang" "$out/sglang/"
+      numa=$(ldconfig -p | awk '/libnuma\.so\.1 .*x86-64/ { print $NF; exit }')
+      [ -z "$numa" ] || cp -L "$numa" "$out/sglang/" ;;  # the library needs it, and not every machine has it
+    *) echo "unknown peer $extra; expected vllm, flashinfer or sglang" >&2; exit 2 ;;
   esac
   squeeze "$extra"
 done

@@ -100,12 +100,11 @@ def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Te
     how = plan(rows, n, k)
     scores = torch.empty(rows * width, dtype=torch.float32, device=device)
     maxima = torch.empty(rows * maxima_width, dtype=torch.int32, device=device) if how.levels else None
-    count = torch.empty(rows, dtype=torch.int32, device=device) if how.levels else None
     for c, s in _chunks(B, T, batches, queries):
         held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
         seen, part = visible[c, s], _part(scores, visible[c, s], width)
-        launch_scores(q[c, s], weights[c, s], held, seen, part, width, False, maxima, count, how.levels)
-        choose(how, part, n, k, seen, out[c, s], maxima, count, not how.by_number)
+        launch_scores(q[c, s], weights[c, s], held, seen, part, width, False, maxima, how.levels)
+        choose(how, part, n, k, seen, out[c, s], maxima, not how.by_number)
 
 
 def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor) -> None:

@@ -6,21 +6,19 @@ import torch
 import triton
 
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.indexer.triton_collect import collect, rank_found
 from dsv4.kernels.indexer.triton_filter import filter_rows
-from dsv4.kernels.indexer.triton_hierarchical import hierarchical_topk
 from dsv4.kernels.indexer.triton_scores import GROUP, maxima_layout
-from dsv4.kernels.indexer.triton_topk import collect, maxima_of_rows, rank_candidates, topk_of_rows, visible_entries
+from dsv4.kernels.indexer.triton_topk import maxima_of_rows, rank_entries, topk_of_rows, visible_entries
 from dsv4.kernels.launch import dependent_launch, interpreting, next_power, processors
 
 MAX_CANDIDATES = 1 << 15  # keys that one program holds at once
 MAX_PAIRS = 1 << 23  # comparisons up to which every entry is ranked against every other
-ROOM = 1 << 13  # entries that `collect` may find in a row, beyond which `rank_candidates` descends instead
-CHUNK = 2048  # entries that a program of `collect` or `maxima_of_rows` reads
+CHUNK = 2048  # entries that a program of `maxima_of_rows` reads
 FEW = 16  # rows up to which several programs share one
-# entries of all rows up to which the programs of `collect` run in parallel. With more, each program of
-# `hierarchical_topk` makes the whole search and ranks its part.
-MAX_COLLECTED = 1 << 19
-MAX_HIERARCHICAL = 1 << 14  # keys that a program of `hierarchical_topk` holds at once
+PARTS = 16  # programs of `collect` that share a row
+ROOM = 256  # entries that each may find, or k / 2 if that is more, beyond which `rank_found` descends instead
+MAX_COLLECTED = 1 << 11  # the largest k for which entries are collected
 MANY = 256  # rows that fill a GPU with one program each
 MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
 
@@ -28,7 +26,7 @@ MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
 class Plan(NamedTuple):
     """How rows of n entries are searched."""
 
-    method: str  # "rank", "hierarchical", "collect", "filter" or "descend"
+    method: str  # "rank", "collect", "filter" or "descend"
     candidates: int  # keys held at once, a power of two
     levels: int  # of maxima
 
@@ -42,9 +40,6 @@ def plan(rows: int, n: int, k: int) -> Plan:
     """Raises UnsupportedInput where the candidates exceed what a program can hold."""
     if rows * n * n <= MAX_PAIRS:
         return Plan("rank", next_power(n), 0)
-    held = max(512, 2 * GROUP * next_power(k), next_power(triton.cdiv(n, GROUP * GROUP)))
-    if rows <= FEW and rows * n > MAX_COLLECTED and held <= MAX_HIERARCHICAL:
-        return Plan("hierarchical", held, 0 if n <= held else 1 if n <= GROUP * held else 2)
     candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
     if n <= candidates and n <= MAX_CANDIDATES:
         return Plan("descend", next_power(n), 0)
@@ -57,7 +52,7 @@ def plan(rows: int, n: int, k: int) -> Plan:
     if rows >= MANY and 4 * next_power(k) <= MAX_LISTED:
         return Plan("filter", 4 * next_power(k), 0)
     return Plan(
-        "collect" if rows <= FEW and 4 * k <= ROOM else "descend", candidates, 1 if n <= GROUP * candidates else 2
+        "collect" if rows <= FEW and k <= MAX_COLLECTED else "descend", candidates, 1 if n <= GROUP * candidates else 2
     )
 
 
@@ -69,14 +64,13 @@ def choose(
     visible: torch.Tensor | None,
     out: torch.Tensor,
     maxima: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
     scored: bool = True,
 ) -> None:
     """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k],
     contiguous.
 
-    maxima, count: from the scores' kernel, if `how` has levels; without them they are made here. scored: if not, rows
-    with at most k visible entries, all of which are chosen, may have no scores; that `how.by_number` says.
+    maxima: from the scores' kernel, if `how` has levels; without them they are made here. scored: if not, rows with at
+    most k visible entries, all of which are chosen, may have no scores; that `how.by_number` says.
     """
     B, T = scores.shape[:2]
     rows, device = B * T, scores.device
@@ -89,33 +83,11 @@ def choose(
     overlap = dependent_launch(device)
     if how.levels and maxima is None:
         maxima = torch.empty(rows, width, dtype=torch.int32, device=device)
-        count = torch.empty(rows, dtype=torch.int32, device=device)
         maxima_of_rows[(rows, triton.cdiv(n, CHUNK))](
-            scores, maxima, count, visible, *strides, seen, how.levels, CHUNK, overlap, num_warps=8, launch_pdl=overlap
+            scores, maxima, visible, *strides, seen, how.levels, CHUNK, overlap, num_warps=8, launch_pdl=overlap
         )
     if not how.levels:
-        maxima = count = absent
-    if how.method == "hierarchical":
-        room, mine = how.candidates // GROUP, 8 if rows == 1 else 16  # entries that a program ranks at a time
-        programs = min(triton.cdiv(2 * k, mine), max(1, processors(device) // rows))
-        lists = torch.empty(rows * programs, 3 * room, dtype=torch.int32, device=device)
-        hierarchical_topk[(rows, programs)](
-            scores,
-            maxima,
-            lists,
-            out,
-            visible,
-            *strides,
-            k,
-            seen,
-            how.levels,
-            room,
-            mine,
-            overlap,
-            num_warps=min(16, max(4, how.candidates // 512)),
-            launch_pdl=overlap,
-        )
-        return
+        maxima = absent
     classes = next_power(k)
     lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
     search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
@@ -159,31 +131,52 @@ def choose(
             **options,
         )
         return
-    every, found = how.method == "rank", out
-    if not every:
-        found = torch.empty(rows, ROOM, dtype=torch.int64, device=device)
-        collect[(rows, triton.cdiv(n, CHUNK))](
+    if how.method == "rank":
+        rank_entries[(rows, min(triton.cdiv(n, 16), max(1, processors(device) // rows)))](
             scores,
-            maxima,
-            count,
-            found,
+            out,
             visible,
-            *strides,
+            *ends,
             k,
             seen,
-            *search,
-            CHUNK,
-            ROOM,
+            classes,
+            16,
+            min(1024, how.candidates),
             overlap,
-            num_warps=8,
+            num_warps=4 if how.candidates <= 4096 else 8,
             launch_pdl=overlap,
         )
-    programs = min(triton.cdiv(n if every else 2 * k, 16), max(1, processors(device) // rows))
-    others = min(1024, how.candidates) if every else 1024
-    rank_candidates[(rows, programs)](
+        return
+    warps = min(16, max(4, how.candidates // 256))
+    room = max(ROOM, classes // 2)
+    groups = torch.empty(rows, how.candidates, dtype=torch.int32, device=device)
+    counts = torch.empty(rows, PARTS, dtype=torch.int32, device=device)
+    found = torch.empty(rows, PARTS, room, dtype=torch.int64, device=device)
+    collect[(rows, PARTS)](
         scores,
         maxima,
-        count,
+        groups,
+        counts,
+        found,
+        visible,
+        *strides,
+        k,
+        seen,
+        *search,
+        PARTS,
+        room,
+        32 * warps,
+        8,
+        overlap,
+        num_warps=warps,
+        launch_pdl=overlap,
+    )
+    mine, others = 2, 16  # entries of each part that are compared at a time
+    options = {} if interpreting() else dict(maxnreg=128)  # for two programs on a multiprocessor
+    rank_found[(rows, triton.cdiv(k, 8 * mine))](
+        scores,
+        maxima,
+        counts,
         found,
         lists,
         out,
@@ -191,15 +184,16 @@ def choose(
         *strides,
         k,
         seen,
-        every,
         *search,
-        ROOM,
+        PARTS,
+        room,
         classes,
-        16,
+        mine,
         others,
         overlap,
-        num_warps=4 if how.candidates <= 4096 else 8,
+        num_warps=min(16, max(8, how.candidates // 512)),
         launch_pdl=overlap,
+        **options,
     )
 
 

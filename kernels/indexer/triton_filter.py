@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.indexer.triton_scores import monotone
-from dsv4.kernels.indexer.triton_topk import every_entry, seen_entries, sortable
+from dsv4.kernels.indexer.triton_topk import every_entry, seen_entries, sortables
 
 _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -97,13 +97,6 @@ def _bound(SCORES, seen, k, C: tl.constexpr, CLASSES: tl.constexpr):
     return _reached(best, C, k, k + k // 2, CLASSES)
 
 
-@triton.jit
-def _sortables(SCORES, at, seen):
-    """`sortable` of entries, the least number from `seen` on."""
-    key = monotone(tl.load(SCORES + at, mask=at < seen, other=0.0))
-    return tl.where(at < seen, sortable(key, at), _LEAST)
-
-
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k"])
 def filter_rows(
     SCORES,
@@ -142,11 +135,11 @@ def filter_rows(
         bound = _bound(SCORES, seen, k, C, CLASSES)
         live = seen * 0
         for start in range(0, seen, C):
-            live = _keep(LIST, live, _sortables(SCORES, start + i, seen), bound)
+            live = _keep(LIST, live, sortables(SCORES, start + i, seen), bound)
             if live > C:
                 live, bound = _shorten(LIST, live, bound, k, C, CLASSES)
         tl.debug_barrier()  # other threads read the list than wrote it
         x = tl.load(LIST + i, mask=i < live, other=_LEAST)
     else:
-        x = _sortables(SCORES, i, seen)
+        x = sortables(SCORES, i, seen)
     _emit(x, live, OUT + row * k, k, CLASSES)

@@ -114,7 +114,6 @@ def _scores(
     VISIBLE,
     SCORES,
     MAXIMA,
-    COUNT,
     T,
     tiles_t,
     n,
@@ -151,7 +150,7 @@ def _scores(
     words (of blocks of 128 dims) or bytes.
     key_row, scale_row: from key to key (PLAIN) or page to page, in these. EVERY: −inf where invisible, which is
     otherwise not written. LEVELS: MAXIMA int32 [rows, maxima_width] gets the `monotone` maximum of each 8 entries, and
-    with 2 from maxima_second on of each 64. COUNT int32 [rows], if there are levels, is zeroed for the selection.
+    with 2 from maxima_second on of each 64.
     """
     N: tl.constexpr = QUERIES * HEADS
     WHOLE: tl.constexpr = FORMAT != PLAIN and FORMAT // 16 == 0  # a row has one scale
@@ -194,9 +193,6 @@ def _scores(
                         Q, b * q_b + u.to(tl.int64) * q_t + head * D, live, part, D, DIMS, FORMAT, PARTS, N
                     ),
                 )
-        if LEVELS:
-            if page == 0:
-                tl.store(COUNT + b * T + t, tl.zeros([QUERIES], tl.int32), mask=t < T)
     end = tl.maximum(tl.max(ends[0], 0), tl.max(ends[GROUPS - 1], 0))
     for page in tl.range(tl.program_id(1), tl.cdiv(end, _PAGE), P, num_stages=1):
         e = place + page * _PAGE
@@ -307,12 +303,10 @@ def check(q, weights, keys, visible) -> None:
         )
 
 
-def launch_scores(
-    q, weights, keys, visible, scores, width: int, every: bool, maxima=None, count=None, levels: int = 0
-) -> None:
+def launch_scores(q, weights, keys, visible, scores, width: int, every: bool, maxima=None, levels: int = 0) -> None:
     """Scores of all queries into `scores`, rows of `width`; invisible ones as −inf if `every`, else not written.
 
-    levels > 0: maxima int32 [B·T, ·] as `maxima_layout` says and count int32 [B·T], see `_scores`.
+    levels > 0: maxima int32 [B·T, ·] as `maxima_layout` says, see `_scores`.
     """
     B, T, H, D = q.shape
     n, packed = entries(keys), isinstance(keys, PackedRows)
@@ -343,7 +337,6 @@ def launch_scores(
         visible,
         scores,
         maxima,
-        count,
         T,
         tiles_t,
         n,

@@ -3,12 +3,10 @@
 Scores become integers in the same order (`monotone`). Long rows come with the maxima of each 8 entries, and of each 8
 of those. The k best of n entries lie under the k best of the n/8 maxima, if ties go to the lowest index there too:
 every other entry has k better ones. So a row is searched from the coarsest level down, 8·k candidates at a time
-(`_descend`), each time for the threshold that exactly k reach, by narrowing an interval of integers.
+(`descend`), each time for the threshold that exactly k reach, by narrowing an interval of integers.
 
-For a few rows, as in decoding, that takes too many sequential steps. There the coarsest level only gives a bound that
-all k best entries reach, and few others. Many programs collect those (`collect`), and the rank of each among them is
-its place in the result (`rank_candidates`). If these programs would not all run in parallel, `triton_hierarchical` is
-used.
+For a few rows, as in decoding, that takes too many sequential steps. Of few entries each is ranked among all
+(`rank_entries`); in long rows `triton_collect` first collects those that may be among the k best.
 """
 
 import triton
@@ -17,26 +15,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.indexer.triton_scores import GROUP, monotone
 
-_LOWEST = tl.constexpr(-(2**31))
+_LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr):
-    """(t, count of keys ≥ t, count of keys > t): t a number that at least min(k, live) keys reach.
-
-    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at
-    most `enough` keys reach t: with enough = k those are the k best, unless several equal t. The last count means
-    something only if more do.
-    """
-    if CLASSES:  # maxima of classes of keys, at least k: each class has a key no lower than the lowest of the maxima
-        low = tl.min(tl.max(tl.reshape(key, [CANDIDATES // CLASSES, CLASSES]), 0), 0)
-    else:
-        low = tl.min(tl.where(live, key, 2147483647), 0)
-    low = tl.maximum(low, floor).to(tl.int64)
-    high = tl.max(key, 0).to(tl.int64) + 1  # fewer than k reach it
-    reach = tl.sum((live & (key >= low.to(tl.int32))).to(tl.int32), 0)
+def narrow(key, low, high, reach, k, enough):
+    """(t, how many of key int32 [C] reach it, how many exceed it): t ≥ low a number that at least k keys reach if they
+    reach `low`, as `reach` of them do at most. Fewer than k reach `high`. Stops as soon as at most `enough` reach t."""
+    low = low.to(tl.int64)
     above = reach * 0
     while (reach > enough) & (high - low > 1):
         third = tl.maximum(((high - low) * 21845) >> 16, 1)
@@ -54,7 +42,25 @@ def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: t
 
 
 @triton.jit
-def _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
+def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr):
+    """(t, count of keys ≥ t, count of keys > t): t a number that at least min(k, live) keys reach.
+
+    key int32 [CANDIDATES], the least number where not live; floor: known to be reached by as many. Stops as soon as at
+    most `enough` keys reach t: with enough = k those are the k best, unless several equal t. The last count means
+    something only if more do.
+    """
+    if CLASSES:  # maxima of classes of keys, at least k: each class has a key no lower than the lowest of the maxima
+        low = tl.min(tl.max(tl.reshape(key, [CANDIDATES // CLASSES, CLASSES]), 0), 0)
+    else:
+        low = tl.min(tl.where(live, key, 2147483647), 0)
+    low = tl.maximum(low, floor).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64) + 1  # fewer than k reach it
+    reach = tl.sum((live & (key >= low.to(tl.int32))).to(tl.int32), 0)
+    return narrow(key, low, high, reach, k, enough)
+
+
+@triton.jit
+def level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
     """int32 keys of a level: scores at 0, maxima of 8 entries at 1, of 64 from `second` on at 2; the least number if
     dead."""
     if LEVELS == 0:
@@ -84,7 +90,7 @@ def level_groups(seen, level):
 
 
 @triton.jit
-def _descend(
+def descend(
     SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr
 ):
     """The k best of the entries < seen of one row to OUT int64 [k], −1 where there are not as many or a score is −inf.
@@ -98,7 +104,7 @@ def _descend(
     at, live = i, i >= 0
     while level >= 0:
         live = live & (at < level_groups(seen, level))
-        key = _level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS)
+        key = level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS)
         floor, reach, above = _threshold(key, live, floor, k, k, CLASSES, CANDIDATES)
         # Of the keys that equal the threshold the first ones, so that k are chosen.
         wanted = tl.where(reach > k, k - above, CANDIDATES)
@@ -167,7 +173,7 @@ def topk_of_rows(
     LEVELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`_descend` for one row a program. Without SCORED a row of seen ≤ k has no scores: all its entries are chosen."""
+    """`descend` for one row a program. Without SCORED a row of seen ≤ k has no scores: all its entries are chosen."""
     row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
@@ -177,7 +183,7 @@ def topk_of_rows(
         if seen <= k:
             every_entry(OUT + row * k, seen, k, CANDIDATES)
             return
-    _descend(
+    descend(
         SCORES + b * s_b + t * s_t,
         MAXIMA + row * width,
         LIST + row * (CANDIDATES // 4),
@@ -197,74 +203,16 @@ def sortable(key, entry):
     return (key.to(tl.int64) << 32) | (2147483647 - entry).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def collect(
-    SCORES,
-    MAXIMA,
-    COUNT,
-    FOUND,
-    VISIBLE,
-    T,
-    n,
-    s_b,
-    s_t,
-    v_b,
-    v_t,
-    width,
-    second,
-    k,
-    SEEN: tl.constexpr,
-    CLASSES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    LEVELS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROOM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Entries of one chunk (axis 1) of a row (axis 0) that may be among the k best, to FOUND int64 [rows, ROOM] in any
-    order.
-
-    COUNT int32 [rows], zero before: how many there are, also beyond ROOM.
-    """
-    row, b, t = row_of_program(T)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
-    entry = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    if tl.program_id(1) * CHUNK >= seen:
-        return
-    scores = tl.load(SCORES + b * s_b + t * s_t + entry, mask=entry < seen, other=0.0)
-    i, level = tl.arange(0, CANDIDATES), start_level(seen, CANDIDATES, LEVELS)
-    live = i < level_groups(seen, level)
-    key = _level_keys(SCORES + b * s_b + t * s_t, MAXIMA + row * width, i, live, level, second, LEVELS)
-    bound, _, _ = _threshold(key, live, _LOWEST, k, k + k // 2, CLASSES, CANDIDATES)
-    key = monotone(scores)
-    found = (entry < seen) & (key >= bound)
-    one = found.to(tl.int32)
-    # entries are in order of arrival; `rank_candidates` orders them
-    base = tl.atomic_add(COUNT + row, tl.sum(one, 0), sem="relaxed")
-    place = base + tl.cumsum(one, 0) - one
-    tl.store(FOUND + row * ROOM + place, sortable(key, entry), mask=found & (place < ROOM))
-
-
 @triton.jit
-def _rankable(SCORES, FOUND, at, count, ALL: tl.constexpr):
-    """`sortable` of entries, or from the list of those found; from `count` on, a number that exceeds none."""
-    if ALL:
-        x = sortable(monotone(tl.load(SCORES + at, mask=at < count, other=0.0)), at)
-    else:
-        x = tl.load(FOUND + at, mask=at < count, other=0)
-    return tl.where(at < count, x, -(2**63))
+def sortables(SCORES, at, seen):
+    """`sortable` of entries, the least number from `seen` on."""
+    key = monotone(tl.load(SCORES + at, mask=at < seen, other=0.0))
+    return tl.where(at < seen, sortable(key, at), _LEAST)
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
-def rank_candidates(
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k"])
+def rank_entries(
     SCORES,
-    MAXIMA,
-    COUNT,
-    FOUND,
-    LIST,
     OUT,
     VISIBLE,
     T,
@@ -273,61 +221,40 @@ def rank_candidates(
     s_t,
     v_b,
     v_t,
-    width,
-    second,
     k,
     SEEN: tl.constexpr,
-    ALL: tl.constexpr,
-    CLASSES: tl.constexpr,
-    CANDIDATES: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ROOM: tl.constexpr,
     K: tl.constexpr,
     MINE: tl.constexpr,
     OTHERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The k best of a row (axis 0), each at its rank, among what `collect` found or ALL entries. Programs of axis 1
-    share them.
-
-    If more were found than there is room for, the first program descends instead.
-    """
+    """The k best of the entries < seen of a row (axis 0), each at its rank, to OUT int64 [rows, k], −1 where there are
+    not as many or a score is −inf. Programs of axis 1 share the entries."""
     row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     SCORES += b * s_b + t * s_t
-    FOUND += row * ROOM
     OUT += row * k
-    if ALL:
-        count = seen
-    else:
-        count = tl.load(COUNT + row)
-        if count > ROOM:
-            if tl.program_id(1) == 0:
-                LIST += row * (CANDIDATES // 4)
-                _descend(SCORES, MAXIMA + row * width, LIST, OUT, seen, second, k, CLASSES, CANDIDATES, LEVELS)
-            return
     if tl.program_id(1) == 0:
         i = tl.arange(0, K)
-        tl.store(OUT + i, tl.full([K], -1, tl.int64), mask=(i >= count) & (i < k))
-    for first in range(tl.program_id(1) * MINE, count, tl.num_programs(1) * MINE):
+        tl.store(OUT + i, tl.full([K], -1, tl.int64), mask=(i >= seen) & (i < k))
+    for first in range(tl.program_id(1) * MINE, seen, tl.num_programs(1) * MINE):
         mine = first + tl.arange(0, MINE)
-        x = _rankable(SCORES, FOUND, mine, count, ALL)
+        x = sortables(SCORES, mine, seen)
         rank = tl.zeros([MINE], tl.int32)
-        for start in range(0, count, OTHERS):
-            y = _rankable(SCORES, FOUND, start + tl.arange(0, OTHERS), count, ALL)
+        for start in range(0, seen, OTHERS):
+            y = sortables(SCORES, start + tl.arange(0, OTHERS), seen)
             rank += tl.sum((y[None, :] > x[:, None]).to(tl.int32), 1)
         entry = 2147483647 - (x & 2147483647)
-        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry), mask=(mine < count) & (rank < k))
+        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry), mask=(mine < seen) & (rank < k))
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
 def maxima_of_rows(
     SCORES,
     MAXIMA,
-    COUNT,
     VISIBLE,
     T,
     n,
@@ -342,14 +269,12 @@ def maxima_of_rows(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them; zeroes COUNT."""
+    """The maxima of one chunk (axis 1) of a row (axis 0), as the scores' kernel writes them."""
     row, b, t = row_of_program(T)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
-    if tl.program_id(1) == 0:
-        tl.store(COUNT + row, 0)
     entry = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     if tl.program_id(1) * CHUNK >= seen:
         return

@@ -29,6 +29,7 @@ MODULES = (
     "peers_indexer",
     "peers_mhc",
     "peers_experts",
+    "peers_w4a8",
     "peers_sdpa",
     "peers_deepgemm",
 )

@@ -124,7 +124,7 @@ def test_what_is_compiled_does_not_depend_on_the_length(model, monkeypatch):
     for fill in (300, 2000):
         for tokens in (2048, 16, 8, 2, 1):
             prefill(model, counted, tokens, fill)
-    known, ranked = counted.compiled(), {"rank_candidates": 0}
+    known, ranked = counted.compiled(), {"rank_entries": 0}
     assert sum(known.values()) <= 160, known
     for tokens, fill, room in (
         (2047, 0, 0),
@@ -145,7 +145,7 @@ def test_what_is_compiled_does_not_depend_on_the_length(model, monkeypatch):
     ):
         prefill(model, counted, tokens, fill, room=room)
         assert counted.compiled() | ranked == known | ranked, (tokens, fill, room)
-    assert counted.compiled()["rank_candidates"] <= 8  # powers of two of the entries, while they are few
+    assert counted.compiled()["rank_entries"] <= 8  # powers of two of the entries, while they are few
 
 
 def test_what_is_compiled_for_captured_steps(model, monkeypatch):

@@ -221,8 +221,6 @@ def test_select(n, form, like_a_gpu):
         ("collect", 1, 300),
         ("collect", 2, 900),
         ("filter", 0, 300),
-        ("hierarchical", 1, 300),
-        ("hierarchical", 2, 900),
     ],
 )
 def test_select_by_maxima(method, levels, n, monkeypatch):
@@ -247,7 +245,7 @@ def test_select_in_chunks(B, T, rows, monkeypatch):
 
 def test_select_repeats_itself_bit_for_bit():
     q, w, k, visible = case(B=1, T=2, H=4, D=32, n=300, integers=True)
-    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1), Plan("filter", 32, 0), Plan("hierarchical", 64, 1)):
+    for how in (Plan("descend", 64, 1), Plan("collect", 64, 1), Plan("filter", 32, 0)):
         scores = ours.index_scores(q, w, k, visible)
         first, again = (torch.empty(1, 2, 8, dtype=torch.int64, device=DEVICE) for _ in range(2))
         triton_choose.choose(how, scores, 300, 8, visible, first)

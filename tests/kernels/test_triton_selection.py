@@ -57,15 +57,12 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
         (900, 8, Plan("collect", 64, 2)),
         (300, 7, Plan("filter", 32, 0)),
         (900, 8, Plan("filter", 64, 0)),
-        (120, 7, Plan("hierarchical", 128, 0)),
-        (300, 7, Plan("hierarchical", 64, 1)),
-        (900, 7, Plan("hierarchical", 64, 2)),
-        (900, 8, Plan("hierarchical", 128, 1)),
+        (900, 7, Plan("collect", 128, 1)),
     ],
     ids=str,
 )
 def test_selection_is_exact(n, k, how, kind, monkeypatch):
-    monkeypatch.setattr(triton_choose, "ROOM", 256)  # so that ties overflow it
+    monkeypatch.setattr(triton_choose, "ROOM", 16)  # so that ties overflow it
     monkeypatch.setattr(triton_choose, "CHUNK", 256)
     scores, visible = rows_of(kind, n), ragged(n, k)
     hidden = scores.masked_fill(torch.arange(n, device=DEVICE) >= visible.unsqueeze(-1), NAN)
@@ -92,6 +89,59 @@ def test_rows_that_see_at_most_k_need_no_scores_where_they_are_many(n, how):
     assert_selected(out[:, 3:], topk_entries(scores[:, 3:], k, visible[:, 3:]))
 
 
+LONG_ROWS = [
+    ("normal", 262144, 512),
+    ("normal", 262144, 1),
+    ("wide", 262144, 1024),
+    ("clustered", 1 << 20, 512),
+    ("normal", 262144, 2048),
+    ("ties", 262144, 512),
+    ("few", 262144, 2048),
+    ("normal", 20000, 512),
+]
+
+
+@pytest.mark.parametrize("kind, n, k", LONG_ROWS, ids=str)
+def test_long_rows_of_decoding(kind, n, k):
+    """Best first, but where too many entries are as good as the bound: then the first program searches the row, which
+    finds the same set."""
+    how = triton_choose.plan(2, n, k)
+    assert how.method == "collect"
+    scores = rows_of(kind, n, 2, 1)
+    scores[0, 0, [5, n // 2, n - 3]] = torch.tensor([NAN, INF, -INF], device=DEVICE)
+    visible = torch.tensor([[n], [k // 2 + 700]], device=DEVICE)  # the second row is much shorter
+    out = torch.empty(2, 1, k, dtype=torch.int64, device=DEVICE)
+    triton_choose.choose(how, scores, n, k, visible, out)
+    hidden = scores.masked_fill(torch.arange(n, device=DEVICE) >= visible.unsqueeze(-1), -INF)
+    wanted = topk_entries(hidden, k)
+    assert_selected(out, wanted)
+    assert kind in ("ties", "few") or torch.equal(out, wanted)
+
+
+def test_parts_with_exactly_as_many_as_there_is_room_for(monkeypatch):
+    """Each of 16 parts finds `ROOM` entries, which are ranked, or one finds one more, and the row is searched."""
+    n, k, room = 2048, 8, 8
+    monkeypatch.setattr(triton_choose, "ROOM", room)
+    good = torch.arange(room * triton_choose.PARTS * 8, device=DEVICE) % 8 == 0  # one in each group of eight
+    for extra in (0, 1):
+        scores = torch.zeros(1, 1, n, device=DEVICE)
+        scores[0, 0, : len(good)][good] = 1.0
+        scores[0, 0, 1 : 1 + extra] = 1.0
+        scores[0, 0, 8 * triton_choose.PARTS * (room - 1)] = 2.0  # the last that the first part finds
+        out = torch.empty(1, 1, k, dtype=torch.int64, device=DEVICE)
+        triton_choose.choose(Plan("collect", 512, 1), scores, n, k, None, out)
+        assert_selected(out, topk_entries(scores, k))
+
+
+def test_the_last_thread_of_a_part_counts():
+    """All entries reach the bound. The best is the last of the first part: 16 groups of eight, one for each thread."""
+    scores, best = torch.ones(1, 1, 2048, device=DEVICE), 15 * 8 * triton_choose.PARTS + 7
+    scores[0, 0, best] = 2.0
+    out = torch.empty(1, 1, 8, dtype=torch.int64, device=DEVICE)
+    triton_choose.choose(Plan("collect", 512, 1), scores, 2048, 8, None, out)
+    assert out.flatten().tolist() == [best, *range(7)]
+
+
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 200])
 @pytest.mark.parametrize("k", [1, 5, 64, 65])
 def test_selection_of_any_size(n, k):
@@ -113,8 +163,10 @@ def test_selection_of_any_size(n, k):
         ("descend", 1056, 4096, 512),
         ("collect", 1, 4097, 512),
         ("collect", 1, 262144, 512),
-        ("hierarchical", 8, 262144, 512),
-        ("hierarchical", 16, 262144, 1024),
+        ("collect", 8, 262144, 512),
+        ("collect", 16, 262144, 1024),
+        ("collect", 2, 1048576, 2048),
+        ("descend", 2, 1048576, 2049),
         ("descend", 17, 262144, 512),
         ("descend", 1, 32768, 32768),
         ("descend", 1, 1000000, 4096),
@@ -127,7 +179,7 @@ def test_how_rows_are_searched(method, rows, n, k):
     assert how.candidates <= triton_choose.MAX_CANDIDATES
     assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
     assert how.levels == 0 or how.candidates >= 8 * k
-    assert method != "hierarchical" or how.candidates >= 16 * k
+    assert method != "collect" or how.levels > 0
 
 
 def test_what_the_selection_does_not_take():
@@ -156,7 +208,6 @@ def test_nothing_visible():
         Plan("collect", 64, 1),
         Plan("descend", 64, 1),
         Plan("filter", 32, 0),
-        Plan("hierarchical", 64, 1),
     ):
         n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
