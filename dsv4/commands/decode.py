@@ -46,7 +46,7 @@ from dsv4.commands.options import (
 from dsv4.commands.terminal import errors, print_json, progress_bar, show, wide
 from dsv4.errors import InputError
 from dsv4.parallel.ranks_asked import asked, speaks
-from dsv4.runtime import driver
+from dsv4.runtime.starting import importing
 
 
 def generate(
@@ -116,17 +116,17 @@ def generate(
 ):
     """Generate text from a checkpoint. stdout gets the text; stderr gets progress and a summary of three lines."""
     spread(tensor_parallel_size)
-    driver.start(device)
-    from dsv4.cache.host_tier.choice import memory_named
-    from dsv4.commands import generate as run
-    from dsv4.commands import tables
-    from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
-    from dsv4.model.dummy import dummy_config
-    from dsv4.model.expert_memory import expert_memory_named
-    from dsv4.model.gqa.choice import attention_named
-    from dsv4.runtime import user_kernels
-    from dsv4.runtime.threads import limited_threads
-    from dsv4.sampling import Sampling
+    with importing(device):
+        from dsv4.cache.host_tier.choice import memory_named
+        from dsv4.commands import generate as run
+        from dsv4.commands import tables
+        from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
+        from dsv4.model.dummy import dummy_config
+        from dsv4.model.expert_memory import expert_memory_named
+        from dsv4.model.gqa.choice import attention_named
+        from dsv4.runtime import user_kernels
+        from dsv4.runtime.threads import limited_threads
+        from dsv4.sampling import Sampling
 
     _check_output(as_json, quiet, verbose)
     request = run.Request(
@@ -293,18 +293,18 @@ def batch(
     """Run many requests over one pool of pages. stdout gets a JSON result a line as each ends, then the figures; stderr
     gets a table at the end. Exit code 1 if any request failed."""
     spread(tensor_parallel_size)
-    driver.start(device)
-    from dsv4.commands import generate as run
-    from dsv4.commands import tables
-    from dsv4.commands.batch import Options, run_batch
-    from dsv4.commands.foreseen import Foreseen
-    from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
-    from dsv4.engine.state import Request
-    from dsv4.model.expert_memory import expert_memory_named
-    from dsv4.model.gqa.choice import attention_named
-    from dsv4.runtime import user_kernels
-    from dsv4.runtime.threads import limited_threads
-    from dsv4.speculation.one_launch import check_device
+    with importing(device):
+        from dsv4.commands import generate as run
+        from dsv4.commands import tables
+        from dsv4.commands.batch import Options, run_batch
+        from dsv4.commands.foreseen import Foreseen
+        from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
+        from dsv4.engine.state import Request
+        from dsv4.model.expert_memory import expert_memory_named
+        from dsv4.model.gqa.choice import attention_named
+        from dsv4.runtime import user_kernels
+        from dsv4.runtime.threads import limited_threads
+        from dsv4.speculation.one_launch import check_device
 
     if kv_memory == "host":
         raise InputError(

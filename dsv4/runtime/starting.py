@@ -1,0 +1,68 @@
+"""The imports of a command that runs a model. They take seconds, most of them torch's."""
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
+
+from dsv4.runtime import driver
+
+# torch's shared libraries without Python in them, each after those that it needs
+LIBRARIES = ("libtorch_global_deps.so", "libc10.so", "libtorch_cpu.so", "libc10_cuda.so", "libtorch_cuda.so")
+# Modules that torch and dsv4 import, and that need no torch. The linker loads one library at a time, so NATIVE, which
+# have libraries of their own, come before torch's, and PLAIN are imported meanwhile.
+NATIVE = ("unittest.mock", "numpy", "tokenizers", "triton")
+PLAIN = ("triton.experimental.gluon", "torchgen.model", "einops", "pynvml")
+
+
+@contextmanager
+def importing(device: str) -> Iterator[None]:
+    """A block of imports, torch's among them, before a model runs on `device`.
+
+    The CUDA driver and torch's libraries load in threads, which leave Python to this one. The block begins when torch's
+    are loaded. Garbage is not collected meanwhile: little of what is imported is garbage, and each collection looks
+    through all of it. Later collections leave it out. Where torch is imported already, only the driver starts.
+    """
+    driver.start(device)
+    if "torch" in sys.modules:
+        yield
+        return
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        _import(NATIVE)
+        loading = Thread(target=load_libraries, daemon=True)
+        loading.start()
+        _import(PLAIN)
+        loading.join()
+        yield
+        gc.freeze()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def load_libraries() -> list[str]:
+    """Load those of torch's shared libraries that are there, without importing torch. Returns their names. `import
+    torch` loads the others, or fails as it would have."""
+    spec, loaded = find_spec("torch"), []
+    dlopen = ctypes.CDLL(None).dlopen  # called so, it leaves Python to other threads, which ctypes.CDLL(name) may not
+    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for name in LIBRARIES:
+            shared = os.RTLD_GLOBAL if name == LIBRARIES[0] else os.RTLD_LOCAL  # as torch does
+            if dlopen(os.fsencode(Path(folder, "lib", name)), os.RTLD_NOW | shared):
+                loaded.append(name)
+    return loaded
+
+
+def _import(names: tuple[str, ...]) -> None:
+    for name in names:
+        with suppress(Exception):  # who needs it will say what is wrong with it
+            import_module(name)
