@@ -4,8 +4,10 @@ import ctypes
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,19 +23,28 @@ NATIVE = ("unittest.mock", "numpy", "tokenizers", "triton")
 PLAIN = ("triton.experimental.gluon", "torchgen.model", "einops", "pynvml")
 
 
-@contextmanager
-def importing(device: str) -> Iterator[None]:
-    """A block of imports, torch's among them, before a model runs on `device`.
+@dataclass
+class Imports:
+    """Seconds that imports took: torch, with what it imports; all."""
 
-    The CUDA driver and torch's libraries load in threads, which leave Python to this one. The block begins when torch's
-    are loaded. Garbage is not collected meanwhile: little of what is imported is garbage, and each collection looks
-    through all of it. Later collections leave it out. Where torch is imported already, only the driver starts.
+    torch: float = 0.0
+    all: float = 0.0
+
+
+@contextmanager
+def importing(device: str = "cpu") -> Iterator[Imports]:
+    """A block of imports that need torch, before a model runs on `device`. torch is imported before the block.
+
+    The CUDA driver and torch's libraries load in threads, which leave Python to this one. Garbage is not collected
+    meanwhile: little of what is imported is garbage, and each collection looks through all of it. Later collections
+    leave it out. Where torch is imported already, only the driver starts. The result is complete after the block.
     """
     driver.start(device)
+    took = Imports()
     if "torch" in sys.modules:
-        yield
+        yield took
         return
-    collecting = gc.isenabled()
+    begun, collecting = time.perf_counter(), gc.isenabled()
     gc.disable()
     try:
         _import(NATIVE)
@@ -41,7 +52,10 @@ def importing(device: str) -> Iterator[None]:
         loading.start()
         _import(PLAIN)
         loading.join()
-        yield
+        import_module("torch")
+        took.torch = time.perf_counter() - begun
+        yield took
+        took.all = time.perf_counter() - begun
         gc.freeze()
     finally:
         if collecting:

@@ -47,16 +47,17 @@ def test_what_is_imported_meanwhile_needs_neither_torch_nor_a_library():
 def test_garbage_is_collected_after_the_imports_and_not_among_them():
     program = (
         "import gc; from dsv4.runtime.starting import importing\n"
-        "with importing('cpu'):\n"
-        "    assert not gc.isenabled(); import torch\n"
-        "print(gc.isenabled(), gc.get_freeze_count() > 10_000)"
+        "with importing() as took:\n"
+        "    import sys; assert not gc.isenabled() and 'torch' in sys.modules\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 10_000, 0 < took.torch < took.all)"
     )
-    assert said(program) == "True True"
+    assert said(program) == "True True True"
 
 
 def test_imports_that_fail_leave_the_collector_on(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(starting, "load_libraries", list)
+    monkeypatch.setattr(starting, "import_module", lambda name: None)
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))
     with pytest.raises(ImportError), starting.importing("cpu"):
         assert not gc.isenabled()
