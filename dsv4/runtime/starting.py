@@ -64,11 +64,14 @@ def importing(device: str = "cpu") -> Iterator[Imports]:
 
 def load_libraries() -> list[str]:
     """Load those of torch's shared libraries that are there, without importing torch. Returns their names. `import
-    torch` loads the others, or fails as it would have."""
+    torch` loads the others, or fails as it would without this."""
     spec, loaded = find_spec("torch"), []
-    dlopen = ctypes.CDLL(None).dlopen  # called so, it leaves Python to other threads, which ctypes.CDLL(name) may not
+    # called so, it lets other threads run, which ctypes.CDLL(name) does not
+    dlopen = getattr(ctypes.CDLL(None), "dlopen", None)
+    if spec is None or dlopen is None:
+        return loaded
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
+    for folder in spec.submodule_search_locations or ():
         for name in LIBRARIES:
             shared = os.RTLD_GLOBAL if name == LIBRARIES[0] else os.RTLD_LOCAL  # as torch does
             if dlopen(os.fsencode(Path(folder, "lib", name)), os.RTLD_NOW | shared):
