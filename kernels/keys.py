@@ -2,45 +2,43 @@
 
 The key of a compiled kernel holds the constants of all functions that it calls. Triton (3.6, 3.7) reads those of a
 callee before it has analysed the callee, so they are in the key only if another kernel used the callee earlier. So a
-kernel gets another key in a process that launches its kernels in another order, and is compiled again. If callees are
-analysed before their callers, the key is always the same.
+kernel would get another key in a process that launches its kernels in another order, and be compiled again. Here the
+callees of a function of this project are analysed when its own key is asked for, and the key is always the same.
 """
 
-import sys
+from collections.abc import Iterator
+from threading import RLock
 
-from triton import knobs
 from triton.language import core, standard
 from triton.runtime.jit import JITCallable
 
-
-def settle(package: str = "dsv4.kernels", backwards: bool = False) -> list[str]:
-    """Analyse every Triton function of the imported modules of `package`, callees first; call it before the first
-    launch.
-
-    Returns "module.name key" of each, sorted. backwards: in the opposite order, which must change nothing. Nothing is
-    compiled while kernels are interpreted: then there are no keys.
-    """
-    if knobs.runtime.interpret:
-        return []
-    found = [
-        f
-        for name, module in sorted(sys.modules.items())
-        if name == package or name.startswith(f"{package}.")
-        for f in vars(module).values()
-        if isinstance(f, JITCallable) and f.fn.__module__ == name
-    ]
-    seen: set[int] = set()
-    for f in reversed(found) if backwards else found:
-        _visit(f, seen)
-    return sorted(f"{f.fn.__module__}.{f.fn.__name__} {f.cache_key}" for f in found)
+_analysed = JITCallable.cache_key.fget
+_lock = RLock()  # a callee that another thread analyses is waited for
 
 
-def _visit(f: JITCallable, seen: set[int]) -> None:
-    if id(f) in seen:
-        return
-    seen.add(id(f))
+def use() -> None:
+    """From now on in this process."""
+    JITCallable.cache_key = property(_key)
+
+
+def _key(f: JITCallable) -> str:
+    if f.hash is None and f.fn.__module__.startswith("dsv4.kernels."):
+        with _lock:
+            _analyse(f, set())
+    return _analysed(f)
+
+
+def _analyse(f: JITCallable, begun: set[int]) -> None:
+    """Callees first. begun: ids of functions whose analysis has begun; they may call themselves."""
+    begun.add(id(f))
+    for callee in _callees(f):
+        if callee.hash is None and id(callee) not in begun:
+            _analyse(callee, begun)
+    _analysed(f)
+
+
+def _callees(f: JITCallable) -> Iterator[JITCallable]:
     for name in f.fn.__code__.co_names:  # globals, and what is taken from triton.language
         callee = f.__globals__.get(name) or getattr(standard, name, None) or getattr(core, name, None)
         if isinstance(callee, JITCallable):
-            _visit(callee, seen)
-    f.cache_key
+            yield callee

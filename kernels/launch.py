@@ -9,10 +9,11 @@ import torch
 import triton
 from triton import knobs
 
-from dsv4.kernels import triton_cache
+from dsv4.kernels import keys, triton_cache
 from dsv4.kernels.errors import UnsupportedInput
 
-triton_cache.use()  # every module that launches a kernel imports this one
+keys.use()  # every module that launches a kernel imports this one
+triton_cache.use()
 
 
 class GPU(NamedTuple):

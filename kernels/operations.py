@@ -1,8 +1,6 @@
 """Every operation that a model binds, by name: `OPERATIONS` of the DeepSeek-V4 model, `TIER_OPERATIONS` of one with
 entries or experts in host memory, `GQA_OPERATIONS` of GQA models."""
 
-import torch
-
 from dsv4.kernels.attention import hca_attention, sparse_attention
 from dsv4.kernels.block_choice import choose_blocks
 from dsv4.kernels.block_summaries import summarise_blocks
@@ -15,7 +13,6 @@ from dsv4.kernels.grouped_attention import grouped_attention
 from dsv4.kernels.hadamard import hadamard
 from dsv4.kernels.hyper_connections import mhc_head, mhc_post, mhc_pre
 from dsv4.kernels.indexer import index_scores, topk_entries
-from dsv4.kernels.keys import settle
 from dsv4.kernels.linear import grouped_linear, linear
 from dsv4.kernels.quantize import simulate_fp4_blocks, simulate_fp8_blocks
 from dsv4.kernels.rms_norm import rms_norm
@@ -67,6 +64,3 @@ GQA_OPERATIONS = {
     )
 }
 TIER_OPERATIONS = {op.name: op for op in (bring, fetch)}
-
-if torch.backends.cuda.is_built():  # not is_available: CUDA that was asked for a device is refused to forked processes
-    settle()

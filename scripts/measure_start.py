@@ -4,8 +4,10 @@
         [--numerics native] [--prompt-tokens 300] [--out DIR]
 
 Each run is a process. `empty`: Triton's cache holds nothing; `full`: it holds what the run before compiled; `warm`: it
-holds what `dsv4 warm` compiled. The first token is the first byte on standard output. Of `full` the imports are listed
-that take longest. Writes start_<device>.json and .md. Exit code 1 if a run failed, or compiled what `warm` should have.
+holds what `dsv4 warm` compiled. The first token is the first byte on standard output; phases before it are those that
+`generate --verbose` prints. All modules have byte code, as those of an installed package: a run that is not listed
+writes it to a temporary folder, which the others share. The imports that take longest are listed. Writes
+start_<device>.json and .md. Exit code 1 if a run failed, or compiled what `warm` should have.
 """
 
 import argparse
@@ -25,6 +27,9 @@ from scripts.places import folder
 SCRIPT = "scripts/measure_start.py"
 LONGEST = 12  # imports that are listed
 COMPILED = re.compile(r"(\d+) kernels, (\d+) of them compiled in ([\d.]+) s")
+STARTED = re.compile(r"start: torch imported in ([\d.]+) s, dsv4 in ([\d.]+) s, loaded in ([\d.]+) s")
+FIRST = re.compile(r"first token after ([\d.]+) s")
+PHASES = ("torch", "dsv4", "loading", "prompt", "other")
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
@@ -46,16 +51,20 @@ def subject(args: argparse.Namespace) -> list[str]:
     return [str(args.checkpoint or "demo")]
 
 
+def environment(args: argparse.Namespace, cache: str) -> dict[str, str]:
+    """Of a process: byte code in the folder that all share, and Triton's cache."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPYCACHEPREFIX": args.byte_code, "TRITON_CACHE_DIR": cache}
+
+
 def run(args: argparse.Namespace, kind: str, cache: str) -> dict:
-    """One process: seconds to the first token and to its end, and what it says of kernels."""
+    """One process: seconds to the first token, by phases, and to its end, and what it says of kernels."""
     command = [sys.executable, *(["-X", "importtime"] if kind == "imports" else []), "-m", "dsv4", "generate"]
     command += [*subject(args), "--device", args.device, "--numerics", args.numerics, "--max-new-tokens", "8"]
-    command += ["--prompt-tokens", args.prompt_tokens]
+    command += ["--prompt-tokens", args.prompt_tokens, "--verbose"]
     with tempfile.TemporaryFile("w+") as errors:
         begun = time.monotonic()
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=os.environ | {"TRITON_CACHE_DIR": cache}
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment(args, cache))
         byte = process.stdout.read(1)
         first = time.monotonic() - begun
         process.stdout.read()
@@ -64,7 +73,7 @@ def run(args: argparse.Namespace, kind: str, cache: str) -> dict:
         errors.seek(0)
         said = errors.read()
     if byte:
-        row["first_token_seconds"] = first
+        row |= {"first_token_seconds": first, "phases": phases(said, first)}
     if found := COMPILED.search(said):
         row |= {"kernels": int(found[1]), "compiled": int(found[2]), "compiling_seconds": float(found[3])}
     if code:
@@ -72,6 +81,16 @@ def run(args: argparse.Namespace, kind: str, cache: str) -> dict:
     if kind == "imports":
         row["imports"] = longest(said)
     return row
+
+
+def phases(said: str, first: float) -> dict[str, float]:
+    """Seconds of each phase until the first token; `other`: the interpreter, and what the command line imports. Empty
+    where the process does not say them."""
+    started, prompt = STARTED.search(said), FIRST.search(said)
+    if started is None or prompt is None:
+        return {}
+    found = [*map(float, started.groups()), float(prompt[1])]
+    return dict(zip(PHASES, [*found, first - sum(found)], strict=True))
 
 
 def longest(said: str) -> list[tuple[str, float]]:
@@ -82,6 +101,13 @@ def longest(said: str) -> list[tuple[str, float]]:
 
 
 def measured(args: argparse.Namespace) -> list[dict]:
+    with tempfile.TemporaryDirectory() as args.byte_code:
+        with tempfile.TemporaryDirectory() as cache:
+            run(args, "byte code", cache)
+        return _measured(args)
+
+
+def _measured(args: argparse.Namespace) -> list[dict]:
     rows = []
 
     def add(kind: str, cache: str) -> None:
@@ -97,7 +123,7 @@ def measured(args: argparse.Namespace) -> list[dict]:
             command = [sys.executable, "-m", "dsv4", "warm", *subject(args), "--numerics", args.numerics]
             command += ["--device", args.device, "--prompt-tokens", args.prompt_tokens]
             tokens = int(args.prompt_tokens)
-            subprocess.run([*command, "--max-context", str(tokens + 7)], env=os.environ | {"TRITON_CACHE_DIR": cache})
+            subprocess.run([*command, "--max-context", str(tokens + 7)], env=environment(args, cache))
         add("warm", cache)
         add("imports", cache)
     return rows
@@ -112,13 +138,17 @@ def markdown(rows: list[dict], about: dict) -> str:
         "",
         f"    {about['command']}",
         "",
-        "`empty`: nothing is compiled. `full`: what the run before compiled. `warm`: what `dsv4 warm` compiled.",
+        "`empty`: nothing is compiled. `full`: what the run before compiled. `warm`: what `dsv4 warm` compiled. All",
+        "modules have byte code, as those of an installed package. Of the seconds to the first token: the imports of",
+        "torch, with what it imports, and of dsv4; loading, with options, kernels and hashes that are waited for; the",
+        "prompt, to its first token; other, which is the interpreter and the command line.",
         "",
-        "| cache | s to the first token | s in all | kernels | compiled | s compiling |",
-        "|---|---:|---:|---:|---:|---:|",
+        f"| cache | s to the first token | {' | '.join(PHASES)} | s in all | kernels | compiled | s compiling |",
+        f"|---|---:|{'---:|' * len(PHASES)}---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {row['kind']} | {some(row, 'first_token_seconds', '.1f')} | {row['seconds']:.1f} | "
+        f"| {row['kind']} | {some(row, 'first_token_seconds', '.1f')} | "
+        f"{' | '.join(some(row.get('phases', {}), name, '.2f') for name in PHASES)} | {row['seconds']:.1f} | "
         f"{some(row, 'kernels', 'd')} | {some(row, 'compiled', 'd')} | {some(row, 'compiling_seconds', '.1f')} |"
         for row in rows
         if row["kind"] != "imports"

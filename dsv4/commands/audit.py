@@ -22,6 +22,7 @@ from dsv4.commands.options import (
 )
 from dsv4.commands.terminal import errors
 from dsv4.errors import InputError
+from dsv4.runtime.starting import importing
 
 say = errors.print
 
@@ -83,9 +84,10 @@ def run_audit(
 ):
     """Probe a checkpoint and an implementation of it. Exit code 0: no findings; 1: findings; 2: it could not run."""
     spread(tensor_parallel_size)
-    from dsv4.probes import audit
-    from dsv4.probes.report import json_report
-    from dsv4.probes.result import Status
+    with importing():
+        from dsv4.probes import audit
+        from dsv4.probes.report import json_report
+        from dsv4.probes.result import Status
     from dsv4.runtime.user_kernels import kernels_named
 
     limit = None if budget is None else audit.seconds(budget)

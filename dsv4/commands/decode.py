@@ -46,7 +46,7 @@ from dsv4.commands.options import (
 from dsv4.commands.terminal import errors, print_json, progress_bar, show, wide
 from dsv4.errors import InputError
 from dsv4.parallel.ranks_asked import asked, speaks
-from dsv4.runtime import driver
+from dsv4.runtime.starting import importing
 
 
 def generate(
@@ -116,18 +116,19 @@ def generate(
 ):
     """Generate text from a checkpoint. stdout gets the text; stderr gets progress and a summary of three lines."""
     spread(tensor_parallel_size)
-    driver.start(device)
-    from dsv4.cache.host_tier.choice import memory_named
-    from dsv4.commands import generate as run
-    from dsv4.commands import tables
-    from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
-    from dsv4.model.dummy import dummy_config
-    from dsv4.model.expert_memory import expert_memory_named
-    from dsv4.model.gqa.choice import attention_named
-    from dsv4.runtime import user_kernels
-    from dsv4.runtime.threads import limited_threads
-    from dsv4.sampling import Sampling
+    with importing(device) as imports:
+        from dsv4.cache.host_tier.choice import memory_named
+        from dsv4.commands import generate as run
+        from dsv4.commands import tables
+        from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
+        from dsv4.model.dummy import dummy_config
+        from dsv4.model.expert_memory import expert_memory_named
+        from dsv4.model.gqa.choice import attention_named
+        from dsv4.runtime import user_kernels
+        from dsv4.runtime.threads import limited_threads
+        from dsv4.sampling import Sampling
 
+    begun = time.perf_counter()
     _check_output(as_json, quiet, verbose)
     request = run.Request(
         prompt=run.read_prompt(prompt, prompt_file, token_ids, prompt_tokens),
@@ -162,7 +163,8 @@ def generate(
     experts = experts and experts.holding(1, request.context)
     kernels = user_kernels.kernels_named(kernel)
     run.parse_max_memory(max_memory)  # options are read before a checkpoint
-    config, tokenizer, ids = run.prepare(checkpoint, request) if checkpoint and not dummy_weights else (None,) * 3
+    opened = run.Inventory.open(checkpoint) if checkpoint and not dummy_weights else None
+    config, tokenizer, ids = run.prepare(opened, request) if opened else (None,) * 3
     shown, choices = not quiet, run.Choices(numerics, backend, device, cache, index_cache)
     with limited_threads(config and config.hidden_size, threads), ExitStack() as beside:
         finish = None
@@ -171,12 +173,11 @@ def generate(
             given = ids or request.ids or [0] * (prompt_tokens or 1)
             context = run.context_needed(held, [given], request.max_new_tokens, request.context)
             work = run.work_of(held, len(given), context, request)
-            which = None if dummy_weights else checkpoint, dummy_weights, layers
-            subject = Subject(*which, reads, (asked() or (0, 1))[1], expert_parallel)
+            subject = Subject(opened, dummy_weights, layers, reads, (asked() or (0, 1))[1], expert_parallel)
             finish = beside.enter_context(compiling(subject, choices, work, shown=shown))
         with progress_bar("loading", shown=shown) as loading:
             session = run.Session(
-                checkpoint,
+                opened or checkpoint,
                 choices,
                 device_map,
                 max_memory,
@@ -195,6 +196,7 @@ def generate(
         _say(user_kernels.before(session.model), quiet)
         session.tokenizer = tokenizer
         ids = ids if ids is not None else session.encode(request)
+        loaded = time.perf_counter() - begun
         with progress_bar("prefill", "tokens", shown) as prefilling:
 
             def stream(text: str) -> None:
@@ -204,6 +206,11 @@ def generate(
 
             result, text = session.generate(ids, request, stream, prefilling)
     document = session.document(result, text)
+    document["timings"] |= {
+        "import_torch_seconds": imports.torch,
+        "import_seconds": imports.all,
+        "load_seconds": loaded,
+    }
     if as_json:
         print_json(document)
     else:
@@ -293,18 +300,18 @@ def batch(
     """Run many requests over one pool of pages. stdout gets a JSON result a line as each ends, then the figures; stderr
     gets a table at the end. Exit code 1 if any request failed."""
     spread(tensor_parallel_size)
-    driver.start(device)
-    from dsv4.commands import generate as run
-    from dsv4.commands import tables
-    from dsv4.commands.batch import Options, run_batch
-    from dsv4.commands.foreseen import Foreseen
-    from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
-    from dsv4.engine.state import Request
-    from dsv4.model.expert_memory import expert_memory_named
-    from dsv4.model.gqa.choice import attention_named
-    from dsv4.runtime import user_kernels
-    from dsv4.runtime.threads import limited_threads
-    from dsv4.speculation.one_launch import check_device
+    with importing(device):
+        from dsv4.commands import generate as run
+        from dsv4.commands import tables
+        from dsv4.commands.batch import Options, run_batch
+        from dsv4.commands.foreseen import Foreseen
+        from dsv4.commands.warm import Subject, compiles_ahead, compiling, told
+        from dsv4.engine.state import Request
+        from dsv4.model.expert_memory import expert_memory_named
+        from dsv4.model.gqa.choice import attention_named
+        from dsv4.runtime import user_kernels
+        from dsv4.runtime.threads import limited_threads
+        from dsv4.speculation.one_launch import check_device
 
     if kv_memory == "host":
         raise InputError(
@@ -323,16 +330,17 @@ def batch(
     documents, begun = [], time.perf_counter()
 
     def load(asked_for: list[Request]) -> run.Session:
-        stack.enter_context(limited_threads(run.model_config(checkpoint).hidden_size, threads))
+        inventory = run.Inventory.open(checkpoint)
+        stack.enter_context(limited_threads(run.config_of(inventory).hidden_size, threads))
         choices, finish = run.Choices(numerics, backend, device, cache, index_cache), None
         on_device = loop == "device" or embedding_memory == "host"
         if asked_for and compiles_ahead(choices, experts, kernels, on_device):
-            subject = Subject(checkpoint, None, None, reads, (asked() or (0, 1))[1], expert_parallel)
+            subject = Subject(inventory, None, None, reads, (asked() or (0, 1))[1], expert_parallel)
             work = Foreseen.of(asked_for, options)
             finish = stack.enter_context(compiling(subject, choices, work, shown=not quiet))
         with progress_bar("loading", shown=not quiet) as loading:
             session = run.Session(
-                checkpoint,
+                inventory,
                 choices,
                 progress=loading,
                 attention=reads,

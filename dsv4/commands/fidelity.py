@@ -25,6 +25,7 @@ from dsv4.commands.console import (
 )
 from dsv4.commands.measuring import measure
 from dsv4.commands.options import ByExpert, Kernels, KVMemory, TensorParallel, choice, joined, spread
+from dsv4.runtime.starting import importing
 
 
 def fidelity(
@@ -72,7 +73,8 @@ def fidelity(
     """What reading sparsely changes: each policy, or k of CSA, held against the model reading everything. Exit code 0:
     measured."""
     spread(tensor_parallel_size)
-    from dsv4.probes.measure.fidelity.measurement import Fidelity
+    with importing():
+        from dsv4.probes.measure.fidelity.measurement import Fidelity
 
     measure(
         Fidelity,

@@ -157,7 +157,7 @@ class Session:
 
     def __init__(
         self,
-        checkpoint: Path | None,
+        checkpoint: Path | Inventory | None,
         choices: Choices = Choices(),
         device_map: str | None = None,
         max_memory: str | None = None,
@@ -208,7 +208,7 @@ class Session:
             embedding_memory=embedding_memory,
             **asdict(choices),
         )
-        self.checkpoint = Path(checkpoint)
+        self.checkpoint = self.model.inventory.path
         self.tokenizer: Tokenizer | None = None
         self.stop_ids = set(self.model.config.eos_token_id)
         if (self.checkpoint / "generation_config.json").is_file():
@@ -328,15 +328,19 @@ class Session:
 def model_config(checkpoint: Path) -> ModelConfig | GQAConfig:
     """The config of a checkpoint directory, whose shards are found to be there; no weights are read. Raises
     CheckpointError and ConfigError."""
-    inventory = Inventory.open(checkpoint)
+    return config_of(Inventory.open(checkpoint))
+
+
+def config_of(inventory: Inventory) -> ModelConfig | GQAConfig:
+    """The config of a checkpoint that was opened. Raises ConfigError."""
     return families.of(inventory).read_config(inventory.config)
 
 
-def prepare(checkpoint: Path, request: Request) -> tuple[ModelConfig | GQAConfig, Tokenizer | None, list[int]]:
+def prepare(inventory: Inventory, request: Request) -> tuple[ModelConfig | GQAConfig, Tokenizer | None, list[int]]:
     """Config, tokenizer and prompt of a request. A request that cannot run is refused here, before the weights are
-    read. Raises as `model_config`, `encode` and `dsv4.engine.generate.context_needed` do."""
-    config = model_config(checkpoint)
-    tokenizer, ids = encode(checkpoint, config, request)
+    read. Raises as `config_of`, `encode` and `dsv4.engine.generate.context_needed` do."""
+    config = config_of(inventory)
+    tokenizer, ids = encode(inventory.path, config, request)
     check_context(config, request.context)
     context_needed(config, [ids], request.max_new_tokens, request.context)
     return config, tokenizer, ids

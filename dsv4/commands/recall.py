@@ -20,6 +20,7 @@ from dsv4.commands.options import (
     spread,
 )
 from dsv4.parallel.ranks_asked import asked
+from dsv4.runtime.starting import importing
 
 
 def recall(
@@ -70,7 +71,8 @@ def recall(
     """How much of what matters the indexer selects, layer by layer. Exit code 0: measured; 1: --gate failed; 2: could
     not."""
     spread(tensor_parallel_size)
-    from dsv4.probes.measure.recall.measurement import Recall
+    with importing():
+        from dsv4.probes.measure.recall.measurement import Recall
 
     if asked() is not None:
         device = joined(device or "cpu", expert_parallel, unhurried=True)

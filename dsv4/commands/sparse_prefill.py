@@ -7,6 +7,7 @@ import typer
 
 from dsv4.commands.console import Backend, Device, Json, Numerics, Rows, Seed, Word, counts, option, report_in
 from dsv4.commands.measuring import measure
+from dsv4.runtime.starting import importing
 
 
 def sparse_prefill(
@@ -42,7 +43,8 @@ def sparse_prefill(
 ):
     """What reading prompts in chunks and a memory (--prefill-chunks) costs: perplexity, attention mass, needles. Exit
     code 0: measured."""
-    from dsv4.probes.measure.sparse_prefill.measurement import SparsePrefill
+    with importing():
+        from dsv4.probes.measure.sparse_prefill.measurement import SparsePrefill
 
     measure(
         SparsePrefill,

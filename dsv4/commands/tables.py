@@ -92,7 +92,7 @@ def _counted(found: Mapping[str, int]) -> str:
 
 
 def generation(document: dict, console: Console) -> None:
-    """What was loaded and drafted, the path of each layer, and which implementation ran."""
+    """How long the start took, what was loaded and drafted, the path of each layer, and which implementation ran."""
     t = document["timings"]
     console.print(f"\nlayout {document['layout']}")
     if host := document["host_memory"]:
@@ -106,6 +106,11 @@ def generation(document: dict, console: Console) -> None:
     for where in sorted(set(document["placement"].values())):
         console.print(
             f"on {where}: " + ", ".join(name for name, place in document["placement"].items() if place == where)
+        )
+    if "load_seconds" in t:
+        torch, ours = t["import_torch_seconds"], t["import_seconds"] - t["import_torch_seconds"]
+        console.print(
+            f"start: torch imported in {torch:.2f} s, dsv4 in {ours:.2f} s, loaded in {t['load_seconds']:.2f} s"
         )
     if t["capture_seconds"]:
         console.print(f"the decode step was captured in {t['capture_seconds']:.2f} s and replayed")

@@ -28,6 +28,7 @@ from dsv4.commands.console import (
     tasks,
 )
 from dsv4.commands.measuring import measure
+from dsv4.runtime.starting import importing
 
 
 def termination(
@@ -65,7 +66,8 @@ def termination(
     """When attention may stop reading: tiles skipped, at what error, probe against oracle; dense attention, newest
     first, beside the policies. Walks are in fp64; needles are asked by the backend as it decodes, on a GPU
     over its splits. Exit code 0: measured."""
-    from dsv4.probes.measure.termination.measurement import Termination
+    with importing():
+        from dsv4.probes.measure.termination.measurement import Termination
 
     measure(
         Termination,

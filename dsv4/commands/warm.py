@@ -29,10 +29,12 @@ from dsv4.commands.options import (
 from dsv4.commands.terminal import errors, print_json, progress_bar
 from dsv4.errors import InputError
 from dsv4.parallel.ranks_asked import asked
+from dsv4.runtime.starting import importing
 
 if TYPE_CHECKING:  # what needs torch is imported within the commands
     from dsv4.commands.generate import Choices
     from dsv4.kernels.launch import GPU
+    from dsv4.loaders.load import Inventory
     from dsv4.model.causal import CausalLM
     from dsv4.model.gqa.choice import Attention
     from dsv4.model.ranks import Ranks
@@ -74,12 +76,13 @@ def warm(
 ):
     """Compile the kernels that a request will launch, into Triton's cache (TRITON_CACHE_DIR), which may be copied to
     other machines. Needs no GPU where the card is named. Exit code 1 if a kernel does not compile."""
-    from triton import knobs
+    with importing(device):
+        from triton import knobs
 
-    from dsv4.commands import generate as run
-    from dsv4.model.dummy import dummy_config
-    from dsv4.model.gqa.choice import attention_named
-    from dsv4.units import count_named
+        from dsv4.commands import generate as run
+        from dsv4.model.dummy import dummy_config
+        from dsv4.model.gqa.choice import attention_named
+        from dsv4.units import count_named
 
     prompt = count_named("--prompt-tokens", prompt_tokens)
     context = prompt + 127 if max_context is None else count_named("--max-context", max_context)
@@ -90,9 +93,10 @@ def warm(
     request = run.Request("", speculate=speculate, draft_tokens=draft_tokens, draft_costs=draft_costs)
     reads = attention_named(attention, attention_tokens, terminate, None, terminate_rule)
     choices = run.Choices(numerics, "triton", device, cache, index_cache)
-    config = dummy_config(dummy_weights, layers) if checkpoint is None else run.model_config(checkpoint)
+    inventory = None if checkpoint is None else run.Inventory.open(checkpoint)
+    config = dummy_config(dummy_weights, layers) if inventory is None else run.config_of(inventory)
     work = run.work_of(config, prompt, context, request, batch)
-    subject = Subject(checkpoint, dummy_weights, layers, reads, tensor_parallel_size, expert_parallel)
+    subject = Subject(inventory, dummy_weights, layers, reads, tensor_parallel_size, expert_parallel)
     with compiling(subject, choices, work, jobs, not quiet, launches=False) as finish:
         found = finish()
     if found.why:
@@ -113,7 +117,7 @@ class Subject(NamedTuple):
     """Which model it is: a checkpoint, or the first `layers` layers of a published geometry; what it reads of its
     caches; and of how many ranks of one host."""
 
-    checkpoint: Path | None
+    checkpoint: "Inventory | None"
     dummy: str | None
     layers: int | None
     reads: "Attention | None" = None
@@ -122,13 +126,12 @@ class Subject(NamedTuple):
 
     def planned(self, choices: "Choices", gpu: "GPU") -> tuple[Callable[[], "CausalLM"], object]:
         """What makes the model of rank 0 without weights, and all that it depends on."""
-        from dsv4.loaders.load import Inventory
         from dsv4.model import families
         from dsv4.model.dummy import plan_dummy
         from dsv4.model.numerics import numerics_named
 
         numerics, *caches = names = choices.numerics, choices.cache, choices.index_cache
-        inventory = None if self.checkpoint is None else Inventory.open(self.checkpoint)
+        inventory = self.checkpoint
 
         def plan() -> "CausalLM":
             ranks = self.held_by(gpu)

@@ -24,7 +24,7 @@ from dsv4.model.ranks import Ranks, here
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Inventory,
     numerics: str = "native",
     backend: str = "auto",
     device: str = "cpu",
@@ -44,7 +44,8 @@ def load_model(
 ) -> CausalLM:
     """Load a checkpoint directory strictly: every tensor accounted for, every parameter written once.
 
-    config.json says what it is: a DeepSeek-V4 model (`Model`), or one with grouped-query attention (`GQAModel`).
+    path: of the directory, or what it was found to hold. config.json says what it is: a DeepSeek-V4 model (`Model`),
+    or one with grouped-query attention (`GQAModel`).
 
     numerics: 'fp32', 'native', 'qat' or 'qat:fp32' (see dsv4.model.numerics). backend: 'auto' (see `resolve_backend`),
     'reference', 'cpu', 'triton'. max_context: the default of `new_cache`. mtp: load the MTP block; None means if the
@@ -64,7 +65,7 @@ def load_model(
     InputError, BackendUnavailable or KernelError, each one line.
     """
     kernels, ranks = replacements_of(kernels), here() if ranks is None else ranks
-    inventory = Inventory.open(path)
+    inventory = path if isinstance(path, Inventory) else Inventory.open(path)
     target = resolve_device(device)
     choice = numerics_named(numerics)
     together.check_alike(ranks, inventory, numerics, backend, cache, index_cache, max_context)

@@ -1,14 +1,11 @@
 """Compositions: sequences of operations with an implementation as one kernel on some backends."""
 
-import torch
-
 from dsv4.kernels.dispatch import Composition
 from dsv4.kernels.experts import triton as experts_triton
 from dsv4.kernels.fusions import compositions as c
 from dsv4.kernels.fusions import triton_compress, triton_heads, triton_step, triton_step_inputs
 from dsv4.kernels.hyper_connections import triton as mhc_triton
 from dsv4.kernels.indexer import triton as indexer_triton
-from dsv4.kernels.keys import settle
 from dsv4.kernels.linear import triton_fused
 
 COMPOSITIONS = {
@@ -72,6 +69,3 @@ COMPOSITIONS = {
         Composition("moe", ("experts", "shared_expert"), c.moe, {"triton": experts_triton.moe}),
     )
 }
-
-if torch.backends.cuda.is_built():  # not is_available: forked processes cannot use CUDA after a query of the device
-    settle()

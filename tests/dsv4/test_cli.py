@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.loaders import load
 from tests import checkpoints
 from tests.checkpoints import edit_config
 from tests.texts import PROSE
@@ -42,10 +43,17 @@ def test_generate_prints_text_then_a_summary(run, demo):
     assert "weights" in memory and "cache" in memory and "peak" in memory
     assert path.startswith("path: 2 window, 2 csa, 2 hca layers on cpu; numerics native, backend cpu; operations by ")
     code, out, err = run(*asked, "--verbose")
-    for part in ("layer 1  csa", "what ran", "each written once"):
+    for part in ("start: torch imported in 0.00 s", "layer 1  csa", "what ran", "each written once"):
         assert part in err, part
     assert [line.split(":")[0] for line in err.splitlines()[-3:]] == ["generated", "memory", "path"]
     assert run(*asked, "--quiet") == (0, out, "")
+
+
+def test_headers_of_a_checkpoint_are_read_once(run, demo, monkeypatch):
+    opened, found = [], load.open_checkpoint
+    monkeypatch.setattr(load, "open_checkpoint", lambda path: opened.append(path) or found(path))
+    assert run("generate", demo, "--prompt", "Hello", "--max-new-tokens", "1")[0] == 0
+    assert opened == [demo]
 
 
 def test_generate_json_is_one_document(run, demo):
