@@ -37,6 +37,7 @@ class Matrix(Module):
 
     `stacked` names the official matrices that are stacked along O in equal parts; empty if the matrix is one of the
     file. `cut`: which part of that one this is, None for all of it. Raises UnsupportedInput for a cut within a block.
+    `exact_sums` may be set: see `PackedWeight`.
     """
 
     def __init__(self, shape: tuple[int, ...], storage: Storage, stacked: tuple[str, ...] = (), cut: Cut | None = None):
@@ -64,14 +65,13 @@ class Matrix(Module):
                 self.weight = parameter(*lead, O, K // 2, dtype=torch.uint8)
                 self.scale = parameter(*lead, O, K // 16, dtype=torch.float8_e4m3fn)
                 self.global_scale = parameter(*lead, parts)
-        self.quantised = storage.format is not WeightFormat.DENSE
+        self.quantised, self.exact_sums = storage.format is not WeightFormat.DENSE, False
 
     def packed(self) -> PackedWeight:
         """The matrix in the form that the products take."""
-        held = self._parameters
-        return PackedWeight(
-            self.storage.format, held["weight"], held.get("scale"), held.get("global_scale"), self.storage.block
-        )
+        held, storage = self._parameters, self.storage
+        scales = held.get("scale"), held.get("global_scale")
+        return PackedWeight(storage.format, held["weight"], *scales, storage.block, exact_sums=self.exact_sums)
 
 
 class Linear(Matrix):

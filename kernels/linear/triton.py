@@ -132,7 +132,7 @@ def multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
     IEEE fp32."""
     N, few = x.shape[0], CODES_ALONE if weights == 1 else CODES
     enough = N >= few and triton_fp8.takes(h, x.device) or N >= dense.TOKENS and triton_fp8.takes_fp4(h, x.device)
-    return enough and not dot_in_fp32(x)
+    return enough and not h.exact_sums and not dot_in_fp32(x)
 
 
 def grouped(

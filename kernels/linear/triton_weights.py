@@ -13,7 +13,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 class Held(NamedTuple):
     """A weight [..., O, K]. scale uint8 (E8M0 or E4M3 bytes), fp32 (FP8) or None; glob fp32 [..., parts] of NVFP4 or
-    None. of: as in `PackedWeight`."""
+    None. of, exact_sums: as in `PackedWeight`."""
 
     format: str
     weight: torch.Tensor
@@ -23,6 +23,7 @@ class Held(NamedTuple):
     K: int
     block: tuple[int, int]
     of: int | None = None
+    exact_sums: bool = False
 
     @property
     def stack(self) -> int:
@@ -75,7 +76,7 @@ def hold(name: str, w: PackedWeight) -> Held:
     if scale is not None:
         scale = scale.contiguous()
         scale = scale if scale.dtype is torch.float32 else scale.view(torch.uint8)
-    return Held(form, weight, scale, glob, O, K, block, w.of)
+    return Held(form, weight, scale, glob, O, K, block, w.of, w.exact_sums)
 
 
 def check(name: str, x: torch.Tensor, K: int) -> torch.Tensor:

@@ -46,6 +46,8 @@ class PackedWeight(NamedTuple):
     of: where the stack is a pool of slots, of how many matrices the slots hold some. Slots change between calls, so
     nothing that is computed from them may be kept. Kernels choose tiles by that number, so that the bits are those of
     the whole stack. None: the stack is all there is.
+
+    exact_sums: whether sums of products must keep the bits of fp32. FP8 tensor cores keep 14 of the largest product.
     """
 
     format: WeightFormat
@@ -54,6 +56,7 @@ class PackedWeight(NamedTuple):
     global_scale: torch.Tensor | None = None
     block: tuple[int, int] = (128, 128)
     of: int | None = None
+    exact_sums: bool = False
 
     @property
     def out_features(self) -> int:

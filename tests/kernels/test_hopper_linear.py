@@ -96,6 +96,14 @@ def test_rows_with_a_scale_each(N, tile, programs, seed, monkeypatch):
     assert bool(((out.double() - rounded @ wide).abs() <= rounded.abs() @ wide.abs() * 2**-20).all())
 
 
+def test_a_weight_of_exact_sums_meets_no_codes(monkeypatch):
+    monkeypatch.setattr(triton_fp8, "capability", lambda device: (9, 0))
+    x, w = torch.zeros(64, 256, dtype=torch.bfloat16), packed(128, 256, True)
+    monkeypatch.setattr(triton, "dot_in_fp32", lambda x: False)
+    assert triton.multiplies_codes(x, hold("linear", w), 1)
+    assert not triton.multiplies_codes(x, hold("linear", w._replace(exact_sums=True)), 1)
+
+
 def test_a_pass_with_drafts_takes_no_codes():
     """Its bits are those of its tokens one by one, which are streamed."""
     assert min(triton.CODES, triton.CODES_ALONE) > 1 + MAX_DRAFTS
