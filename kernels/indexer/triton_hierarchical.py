@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.kernels.indexer.triton_narrow import score_of
 from dsv4.kernels.indexer.triton_scores import GROUP, monotone
 from dsv4.kernels.indexer.triton_topk import level_groups, row_of_program, seen_entries, sortable, start_level
 
@@ -18,12 +19,6 @@ _LOWEST, _LEAST = tl.constexpr(-(2**31)), tl.constexpr(-(2**63))
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
 _NOWHERE = tl.constexpr(1 << 27)  # a group after every other
 _GROUP = tl.constexpr(GROUP)
-
-
-@triton.jit
-def _score(key):
-    """The inverse of `monotone`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -40,7 +35,7 @@ def _bound(key, low, k, most):
             third = tl.maximum(((high - start) * 21845) >> 16, 1)
             first, second = start + third, start + 2 * third
             if tries < 3:  # thirds of the scores are better steps than thirds of their bits, but might never end
-                least, best = _score(start.to(tl.int32)), _score((high - 1).to(tl.int32))
+                least, best = score_of(start.to(tl.int32)), score_of((high - 1).to(tl.int32))
                 first = monotone(least + (best - least) * 0.33333334).to(tl.int64)
                 second = monotone(least + (best - least) * 0.6666667).to(tl.int64)
                 first = tl.maximum(tl.minimum(first, high - 1), start + 1)
