@@ -100,20 +100,24 @@ def share(wanted: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def parts(T: int, given: tuple) -> Iterator[tuple[str, Callable]]:
-    """What a selection by codes of a prompt consists of, where all its scores have room at once."""
+    """What a selection by codes of a prompt consists of. Of queries, scores and their selection, the last of as many
+    queries as have room at once: these see the most entries."""
     q, weights, keys, visible, k = given
     yield "codes of keys", partial(triton_fp8.coded_keys, keys)
-    if T > 8192:
-        return
     coded, n = triton_fp8.coded_keys(keys), keys.count
-    scores = torch.empty(1, T, n, dtype=torch.float32, device="cuda")
-    how, out = plan(T, n, k), torch.empty(1, T, k, dtype=torch.int64, device="cuda")
+    rows = triton.codes_scratch(n) // (4 * triton._width(n))
+    last = slice(T - triton._chunk_of_codes(1, T, rows, q.device)[1], T)
+    q, weights, visible = q[:, last], weights[:, last], visible[:, last]
+    N = q.shape[1]
+    scores = torch.empty(1, N, triton._width(n), dtype=torch.float32, device="cuda")
+    how, out = plan(N, n, k), torch.empty(1, N, k, dtype=torch.int64, device="cuda")
     known = k if how.by_number else 0
-    yield "codes of queries", partial(triton_fp8.coded_queries, q, weights, visible, n, known)
+    yield f"codes of the last {N} queries", partial(triton_fp8.coded_queries, q, weights, visible, n, known)
     run = partial(triton_fp8.launch_codes, q, weights, coded, visible, scores, n, known)
-    yield "codes of queries and scores", run
+    yield f"codes of the last {N} queries and scores", run
     run()
-    yield "selection by scores", partial(choose, how, scores, n, k, visible, out, scored=not how.by_number)
+    select = partial(choose, how, scores, n, k, visible, out, scored=not how.by_number)
+    yield f"selection by scores of the last {N} queries ({how.method})", select
 
 
 def ways(given: tuple) -> Iterator[tuple[str, Callable]]:

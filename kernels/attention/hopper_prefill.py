@@ -25,7 +25,7 @@ HALF = gl.constexpr(256)  # columns of a half
 # Halves of tiles in shared memory, in the order in which they are needed and become free.
 A_LEFT, B_RIGHT, A_RIGHT, B_LEFT = (gl.constexpr(i) for i in range(4))
 # Barriers between the warpgroups.
-A_TOP, B_TOP, A_WEIGHTS, B_WEIGHTS, A_SUM, B_SUM = (gl.constexpr(i) for i in range(6))
+A_TOP, B_TOP, A_WEIGHTS, B_WEIGHTS, A_SUM, B_SUM, A_DONE, B_DONE = (gl.constexpr(i) for i in range(8))
 
 
 @gluon.jit(do_not_specialize=["N", "T", "W", "K", "wi_n", "ei_n", "v_b"])
@@ -66,11 +66,11 @@ def attend_many(
     present = gl.allocate_shared_memory(gl.int32, [2, KEYS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     listed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     asked = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    between = gl.allocate_shared_memory(gl.int64, [6, 1], mbarrier.MBarrierLayout())
+    between = gl.allocate_shared_memory(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(4):
         mbarrier.init(ready.index(i), count=128)  # each thread that copies
         mbarrier.init(free.index(i), count=1)
-    for i in gl.static_range(6):
+    for i in gl.static_range(8):
         mbarrier.init(between.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(listed.index(i), count=1)
@@ -332,6 +332,7 @@ def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr
     _, _, _, _, between = barriers
     rows.index(2 + WHICH).store(l)
     mbarrier.arrive(between.index(A_SUM + WHICH), count=1)
+    mbarrier.arrive(between.index(A_DONE + WHICH), count=1)
     mbarrier.wait(between.index(B_SUM - WHICH), turn & 1)
     l += rows.index(3 - WHICH).load(HEADS)
     l += gl.exp2(sink_of(SINK, unit, H) - gl.where(m == float("-inf"), 0.0, m))
@@ -340,10 +341,11 @@ def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr
     a, b = halves(left)
     c, d = halves(right)
     column = WHICH * HALF
-    write_columns(OUT, weights.index(WHICH), a, unit, column)
-    write_columns(OUT, weights.index(2 + WHICH), b, unit, column + 64)
-    write_columns(OUT, weights.index(WHICH), c, unit, column + 128)
-    write_columns(OUT, weights.index(2 + WHICH), d, unit, column + 192)
+    write_columns(OUT, weights.index(2 + WHICH), a, unit, column)
+    mbarrier.wait(between.index(B_DONE - WHICH), turn & 1)  # the other has multiplied with the weights
+    write_columns(OUT, weights.index(WHICH), b, unit, column + 64)
+    write_columns(OUT, weights.index(2 + WHICH), c, unit, column + 128)
+    write_columns(OUT, weights.index(WHICH), d, unit, column + 192)
 
 
 @gluon.jit

@@ -22,7 +22,11 @@ PARTS = 16  # programs of `collect` that share a row
 ROOM = 1024
 MAX_COLLECTED = 1 << 11  # the largest k for which entries are collected
 MANY = 256  # rows that fill a GPU with one program each
-MAX_LISTED = 1 << 11  # numbers that a program of `filter_rows` holds at once
+# Entries that a program of `filter_rows` lists, at least and at most; half of them should be plenty. It holds a row of
+# no more at once. Fewer would leave no room for what a sample says too little about.
+MIN_LISTED, MAX_LISTED = 1 << 10, 1 << 11
+SAMPLED = 1 << 10  # scores that it samples of up to LONG entries; of more, twice as many
+LONG = 1 << 15
 
 
 class Plan(NamedTuple):
@@ -43,6 +47,8 @@ def plan(rows: int, n: int, k: int) -> Plan:
     if rows * n * n <= MAX_PAIRS:
         return Plan("rank", next_power(n), 0)
     candidates = max(512, next_power(GROUP * k), next_power(triton.cdiv(n, GROUP * GROUP)))
+    if rows >= MANY and 4 * next_power(k) <= MAX_LISTED and candidates <= MAX_CANDIDATES:
+        return Plan("filter", max(MIN_LISTED, 4 * next_power(k)), 0)
     if n <= candidates and n <= MAX_CANDIDATES:
         return Plan("descend", next_power(n), 0)
     if candidates > MAX_CANDIDATES:
@@ -51,8 +57,6 @@ def plan(rows: int, n: int, k: int) -> Plan:
             f"topk_entries takes k up to {MAX_CANDIDATES // GROUP} of at most {most} entries where these "
             f"are more than {MAX_CANDIDATES}, not k = {k} of {n}"
         )
-    if rows >= MANY and 4 * next_power(k) <= MAX_LISTED:
-        return Plan("filter", 4 * next_power(k), 0)
     return Plan(
         "collect" if rows <= FEW and k <= MAX_COLLECTED else "descend", candidates, 1 if n <= GROUP * candidates else 2
     )
@@ -94,8 +98,9 @@ def choose(
     lists = torch.empty(rows, how.candidates // 4, dtype=torch.int32, device=device) if how.levels else absent
     search = classes if 2 * classes <= how.candidates else 0, how.candidates, how.levels
     if how.method == "filter":
-        lists = torch.empty(rows, 2 * how.candidates, dtype=torch.int64, device=device)
-        options = {} if interpreting() else dict(maxnreg=80)  # for three programs on a multiprocessor
+        C = how.candidates
+        lists = torch.empty(rows, 7 * C, dtype=torch.int32, device=device) if n > C else absent
+        options = {} if interpreting() else dict(maxnreg=128)  # for 16 programs on a multiprocessor
         filter_rows[(rows,)](
             scores,
             lists,
@@ -105,10 +110,11 @@ def choose(
             k,
             seen,
             scored,
-            how.candidates,
-            classes,
+            C,
+            min(C, SAMPLED if n <= LONG else 2 * SAMPLED),
+            scores.shape[-1] // 4 * 4 >= n,  # whole groups of four can be read
             overlap,
-            num_warps=max(4, how.candidates // 256),
+            num_warps=1,
             launch_pdl=overlap,
             **options,
         )

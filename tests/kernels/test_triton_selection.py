@@ -55,8 +55,8 @@ KINDS = ["normal", "ties", "equal", "few", "clustered", "apart", "wide"]
         (900, 8, Plan("descend", 64, 2)),
         (300, 7, Plan("collect", 64, 1)),
         (900, 8, Plan("collect", 64, 2)),
-        (300, 7, Plan("filter", 32, 0)),
-        (900, 8, Plan("filter", 64, 0)),
+        (300, 7, Plan("filter", 512, 0)),
+        (900, 8, Plan("filter", 512, 0)),
         (900, 7, Plan("collect", 128, 1)),
     ],
     ids=str,
@@ -73,7 +73,7 @@ def test_selection_is_exact(n, k, how, kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "n, how", [(300, Plan("filter", 32, 0)), (60, Plan("descend", 64, 0)), (300, Plan("descend", 64, 1))], ids=str
+    "n, how", [(300, Plan("filter", 512, 0)), (60, Plan("descend", 64, 0)), (300, Plan("descend", 64, 1))], ids=str
 )
 def test_rows_that_see_at_most_k_need_no_scores_where_they_are_many(n, how):
     k = 7
@@ -160,7 +160,9 @@ def test_selection_of_any_size(n, k):
         ("filter", 336, 32768, 512),
         ("descend", 255, 32768, 512),
         ("descend", 336, 32768, 1024),
-        ("descend", 1056, 4096, 512),
+        ("filter", 1056, 4096, 512),
+        ("filter", 8192, 2048, 512),
+        ("filter", 256, 2097152, 64),
         ("collect", 1, 4097, 512),
         ("collect", 1, 262144, 512),
         ("collect", 8, 262144, 512),
@@ -177,7 +179,7 @@ def test_how_rows_are_searched(method, rows, n, k):
     how = triton_choose.plan(rows, n, k)
     assert how.method == method
     assert how.candidates <= triton_choose.MAX_CANDIDATES
-    assert how.candidates >= 4 * k if method == "filter" else n <= how.candidates * 8**how.levels
+    assert how.candidates >= max(512, 4 * k) if method == "filter" else n <= how.candidates * 8**how.levels
     assert how.levels == 0 or how.candidates >= 8 * k
     assert method != "collect" or how.levels > 0
 
@@ -207,7 +209,7 @@ def test_nothing_visible():
         Plan("descend", 32, 0),
         Plan("collect", 64, 1),
         Plan("descend", 64, 1),
-        Plan("filter", 32, 0),
+        Plan("filter", 512, 0),
     ):
         n = 30 if how in (Plan("rank", 32, 0), Plan("descend", 32, 0)) else 99
         out = torch.empty(1, 2, 4, dtype=torch.int64, device=DEVICE)
