@@ -206,6 +206,7 @@ def even_tiles(OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.cons
             s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(asked.index(1), count=1)  # the next query may come while this one's last pair is multiplied
         acc, l, m = even_pair(s, acc, l, m, shared, barriers, scale, done)
+        share_sums(l, shared, barriers, 0)
         done += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index(B_LEFT), count=1)
@@ -235,6 +236,7 @@ def even_pair(s, acc, l, m, shared, barriers, scale, done):
     mbarrier.wait(between.index(B_TOP), phase)
     m = rows.index(1).load(HEADS)
     keep = gl.exp2(top - gl.where(m == float("-inf"), 0.0, m))
+    tma.store_wait(0)  # of the query before
     weights.index(0).store((p * keep[:, None]).to(gl.bfloat16))
     fence_async_shared()
     mbarrier.arrive(between.index(A_WEIGHTS), count=1)
@@ -269,8 +271,11 @@ def odd_tiles(OUT, SINK, shared, barriers, lists, scale, N, T, W, K, H: gl.const
             rows.index(1).store(top)
             mbarrier.arrive(between.index(B_TOP), count=1)
             m, l, acc = top, l * keep + gl.sum(p, 1), acc * spread(keep)
+            if pair == pairs - 1:
+                share_sums(l, shared, barriers, 1)
             mine = gl.convert_layout(p.to(gl.bfloat16), OWN)
             acc = warpgroup_mma(mine, at(k, B_RIGHT, done), acc, is_async=True)
+            tma.store_wait(0)  # of the query before
             weights.index(1).store(p.to(gl.bfloat16))
             fence_async_shared()
             mbarrier.arrive(between.index(B_WEIGHTS), count=1)
@@ -292,7 +297,6 @@ def first(SINK, asked, lists, unit, turn, T, W, K, H: gl.constexpr, LISTED: gl.c
     """(pairs of tiles, output, sums, maxima) of a query before any tile, when it is there."""
     _, pairs = seen_by(unit // (H // 64), lists, T, W, K, LISTED)
     acc, l, m = gl.zeros([64, HALF], gl.float32, OUTPUT), gl.zeros([64], gl.float32, HEADS), sink_of(SINK, unit, H)
-    tma.store_wait(0)  # of the query before, from `weights`
     mbarrier.wait(asked.index(0), turn & 1)
     return pairs, acc, l, m
 
@@ -320,6 +324,15 @@ def logits(q, PART: gl.constexpr, k, SLOT: gl.constexpr, ready, done, s, ADDED: 
 
 
 @gluon.jit
+def share_sums(l, shared, barriers, WHICH: gl.constexpr):
+    """Let the other warpgroup have the sums of the last tile, before the products with it have ended."""
+    _, _, _, rows, _ = shared
+    _, _, _, _, between = barriers
+    rows.index(2 + WHICH).store(l)
+    mbarrier.arrive(between.index(A_SUM + WHICH), count=1)
+
+
+@gluon.jit
 def spread(factor):
     return gl.convert_layout(factor, gl.SliceLayout(1, OUTPUT))[:, None]
 
@@ -330,8 +343,6 @@ def last(OUT, SINK, shared, barriers, acc, l, m, unit, turn, WHICH: gl.constexpr
     writes its 256 columns of the output, 64 at a time by way of its weights and another buffer."""
     _, _, weights, rows, _ = shared
     _, _, _, _, between = barriers
-    rows.index(2 + WHICH).store(l)
-    mbarrier.arrive(between.index(A_SUM + WHICH), count=1)
     mbarrier.arrive(between.index(A_DONE + WHICH), count=1)
     mbarrier.wait(between.index(B_SUM - WHICH), turn & 1)
     l += rows.index(3 - WHICH).load(HEADS)
