@@ -41,18 +41,18 @@ def product(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    T: gl.constexpr,
 ):
     """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
     [N, O1] likewise, of W1 and S1, unless O1 is 0. ROWS: each row has a scale beside, of S1 [O] in fp32.
 
-    X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. stride:
-    from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N anything. SPLIT:
-    the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they are 128 or 256.
-    GROUP: blocks of rows of one weight that are visited with all tokens before the next ones, so that both stay in the
-    L2 cache.
-    STAGES: an even number if SPLIT.
+    X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. T: tokens
+    of a tile. X's block may have fewer if N is no more: beyond them anything is multiplied, and nothing is written.
+    stride: from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N
+    anything. SPLIT: the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they
+    are 128 or 256. GROUP: blocks of rows of one weight that are visited with all tokens before the next ones, so that
+    both stay in the L2 cache. STAGES: an even number if SPLIT.
     """
-    T: gl.constexpr = X.block_type.shape[0]
     R: gl.constexpr = W.block_type.shape[0]
     x_ring = gl.allocate_shared_memory(X.dtype, [STAGES, T, COLUMNS], X.layout)
     w_ring = gl.allocate_shared_memory(W.dtype, [STAGES, R, COLUMNS], W.layout)
@@ -118,7 +118,7 @@ def copy_tiles(
     X, W, W1 = descriptors
     x_ring, w_ring = rings
     full, empty, _ = barriers
-    T: gl.constexpr = X.block_type.shape[0]
+    T: gl.constexpr = x_ring.shape[1]
     R: gl.constexpr = W.block_type.shape[0]
     BLOCKS: gl.constexpr = K // COLUMNS
     AHEAD: gl.constexpr = STAGES if STAGES < BLOCKS else BLOCKS  # of the first tile: block i is in stage i
@@ -128,7 +128,7 @@ def copy_tiles(
         copy_weight(W, W1, row, i * COLUMNS, full.index(i), w_ring.index(i), O, O1)
     gdc_wait()
     for i in gl.static_range(AHEAD):
-        tma.async_copy_global_to_shared(X, [first, i * COLUMNS], full.index(i), x_ring.index(i))
+        copy_tokens(X, first, i * COLUMNS, full.index(i), x_ring.index(i))
     number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
         first, row = place(tile, N, R, T, GROUP)
@@ -139,8 +139,17 @@ def copy_tiles(
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
             mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
             copy_weight(W, W1, row, block * COLUMNS, ready, w_ring.index(stage), O, O1)
-            tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, x_ring.index(stage))
+            copy_tokens(X, first, block * COLUMNS, ready, x_ring.index(stage))
         number += 1
+
+
+@gluon.jit
+def copy_tokens(X, first, column, ready, buffer):
+    """Rows that a tensor does not have would be filled with zeros, which takes as long as copying them."""
+    COPIED: gl.constexpr = X.block_type.shape[0]
+    if COPIED < buffer.shape[0]:
+        buffer = buffer.slice(0, COPIED)
+    tma.async_copy_global_to_shared(X, [first, column], ready, buffer)
 
 
 @gluon.jit

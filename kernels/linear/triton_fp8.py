@@ -31,6 +31,7 @@ SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 FP4_ROWS, FP4_COLUMNS = 16, 512  # of a program that recodes
 MOST_STAGES = 16
 MOST_TOKENS = 256  # of a tile
+FEW = (16, 32)  # tokens that are copied, where there are no more
 # Whether two weights share a launch (`scripts/tune_fp8.py` on an H200: 1024 and 512 rows of 4,096 columns, 16 tokens 22
 # µs apart and 15 together; 2048 and 2048 25 and 16).
 PAIRED = True
@@ -217,12 +218,14 @@ def product(
     blocks = (h.O + O1) // tile.rows
     alike = (h.O | O1) // tile.rows
     group = min(8, alike & -alike)  # a group lies in one weight
-    x = described(codes.view(torch.float8_e4m3fn), tile.tokens, BLOCK)
+    copied = next((n for n in FEW if N <= n < tile.tokens), tile.tokens)
+    x = described(codes.view(torch.float8_e4m3fn), copied, BLOCK)
     ws = [described(w, tile.rows, BLOCK) for w in (given, *(each.weight for each in both[1:]))]
     ys = [described(y, 64, tile.rows) for y in ((out,) if out1 is None else (out, out1))]
     hopper.product[(min(triton.cdiv(N, tile.tokens) * blocks, processors(device)),)](
         x, ws[0], ws[-1], ys[0], ys[-1], scales, scale, scale1, N, scales.stride(0), h.O, O1, K,
-        tile.split, group, tile.stages(out.dtype), fp4, num_warps=4, maxnreg=168, launch_pdl=dependent_launch(device),
+        tile.split, group, tile.stages(out.dtype), fp4, tile.tokens, num_warps=4, maxnreg=168,
+        launch_pdl=dependent_launch(device),
     )  # fmt: skip
 
 
