@@ -123,7 +123,7 @@ def test_shared_expert(form, simulate, N):
 @pytest.mark.parametrize("shared_form,simulate", [("fp8", True), ("fp8", False), ("dense bf16", False)])
 def test_a_shared_expert_beside_the_streamed_experts_of_more_tokens(shared_form, simulate):
     """Its tiles have groups of tokens, and each token has the bits that it has in a group alone."""
-    N, E, d, I, k = 40, 10, 32, 32, 2
+    N, E, d, I, k = 40, 64, 32, 32, 2
     w13, w2 = stack(E, 2 * I, d, "mxfp4", 2), stack(E, d, I, "mxfp4", 1, 100)
     shared = tuple(pack(randn(*shape, seed=i), shared_form) for i, shape in enumerate(((I, d), (I, d), (d, I))))
     x, (indices, routing) = randn(N, d), choices(N, k, E)
