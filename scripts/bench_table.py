@@ -23,7 +23,7 @@ from dsv4.errors import InputError
 from scripts.bench import report
 from scripts.places import folder
 
-SCRIPT = "scripts/bench_table.py"
+COMMAND = "scripts/gpu_all.sh table"  # what makes it
 ROWS = (
     r"^(linear_fp8 .*\b(16|64|256|4096) tokens|linear_fp4 4096x4096, 4096 tokens|experts (\d+) tokens|csa_prefill"
     r"|csa_decode B[18] .* fp8|index_prefill|select_entries fp4 262144 entries k512 B8|topk 262144 entries k512 B8)"
@@ -73,7 +73,10 @@ def main(given: list[str] | None = None) -> int:
     text = markdown(lines, about, [document["about"]["command"] for document in documents])
     print(text)
     place = folder(args.out, "bench", "flash", about["device"])
-    contents = {"about": about, "rows": [asdict(line) | {"verdict": line.verdict} for line in lines]}
+    contents = {
+        "about": about | {"command": COMMAND},
+        "rows": [asdict(line) | {"verdict": line.verdict} for line in lines],
+    }
     for path in report.write(place, f"table_{report.device_slug(about['device'])}", contents, text, None):
         print(f"wrote {path}")
     return int(any(line.verdict == "MISSED" for line in lines))
