@@ -36,12 +36,14 @@ def both(model, T, last):
 @pytest.mark.parametrize("T", WIDTHS)
 def test_what_it_says_and_leaves_is_the_whole_block_s(model, T):
     """At every token that may be the last, at the edge of the window too."""
-    # sums of 1 and of T rows differ, and in qat a rounding with them
-    within = 1e-5 if model.numerics.name == "fp32" else 0.05
+    fp32 = model.numerics.name == "fp32"
     for last in range(T):
         whole, found, before = both(model, T, [last, T - 1, 0, T - 1 - last])
         for a, b in zip(whole, found):
-            torch.testing.assert_close(a, b, atol=within, rtol=within)
+            # Sums of 1 and of T rows differ, by their order on the processor, and in qat a rounding with them: by 32 units
+            # in the last place of the largest number, of which processors were seen to differ by 11.
+            within = 2**-18 * float(a.abs().max()) if fp32 else 0.05
+            torch.testing.assert_close(a, b, atol=within, rtol=0 if fp32 else within)
         assert int((found[2] != before).any(-1).sum()) == T * len(LENGTHS)  # every token of every row, and nothing else
 
 
