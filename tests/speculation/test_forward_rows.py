@@ -40,8 +40,8 @@ def test_what_it_says_and_leaves_is_the_whole_block_s(model, T):
     for last in range(T):
         whole, found, before = both(model, T, [last, T - 1, 0, T - 1 - last])
         for a, b in zip(whole, found):
-            # Sums of 1 and of T rows differ, by their order on the processor, and in qat a rounding with them: by 32 units
-            # in the last place of the largest number, of which processors were seen to differ by 11.
+            # Sums of 1 and of T rows have other orders, and in qat other roundings. The bound is 32 units in the last
+            # place of the largest number; processors were seen to differ by 11.
             within = 2**-18 * float(a.abs().max()) if fp32 else 0.05
             torch.testing.assert_close(a, b, atol=within, rtol=0 if fp32 else within)
         assert int((found[2] != before).any(-1).sum()) == T * len(LENGTHS)  # every token of every row, and nothing else
