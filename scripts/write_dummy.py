@@ -88,6 +88,9 @@ def main(given: list[str] | None = None) -> int:
     except Dsv4Error as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written is left", file=sys.stderr)
+        return 130
     size = sum(tensor_bytes(*t) for t in tensors.values()) / 1e9
     print(f"{chr(10) * bool(shown)}wrote {args.directory}: {size:.1f} GB", file=sys.stderr)
     return 0
