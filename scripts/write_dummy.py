@@ -9,7 +9,6 @@ Flash have a window, CSA and HCA, and route by hash and by score. There is no to
 """
 
 import argparse
-import hashlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,40 +22,32 @@ from dsv4.loaders.expected import Tensors, official_tensors, preset
 from dsv4.loaders.files import DTYPES
 from dsv4.loaders.write import tensor_bytes, write_checkpoint
 from dsv4.model.config import ModelConfig
+from dsv4.model.dummy import draw_e4m3, draw_expert_ids, first_layers, generator_of, scale_byte
 
-E4M3_RMS, E2M1_RMS = 0.5, 2.93  # of codes drawn as below
 GAINS, ZEROS = ("norm.weight",), (".bias", "_base", ".base", "attn_sink")
 
 
 def config_of(widths: str, layers: int, experts: int, words: int) -> dict:
-    raw = preset(widths)
-    return raw | {
-        "num_hidden_layers": layers,
-        "compress_ratios": raw["compress_ratios"][:layers],
-        "num_nextn_predict_layers": 0,
-        "num_hash_layers": min(raw["num_hash_layers"], layers),
-        "n_routed_experts": experts,
-        "vocab_size": words,
-    }
+    return first_layers(widths, preset(widths), layers, False) | {"n_routed_experts": experts, "vocab_size": words}
 
 
 def value(tensors: Tensors, experts: int, seed: int, name: str) -> torch.Tensor:
     """The tensor of that name. Maps have gains near 1."""
     dtype, shape = tensors[name]
-    key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-    g = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+    g = generator_of(f"{seed} {name}")
     if dtype == "F8_E8M0":
-        codes, K = tensors[name.removesuffix("scale") + "weight"]
+        codes, (*_, width) = tensors[name.removesuffix("scale") + "weight"]
         fp8 = codes == "F8_E4M3"
-        gain = (K[-1] * (1 if fp8 else 2)) ** -0.5 / (E4M3_RMS if fp8 else E2M1_RMS)
-        byte = 127 + round(torch.log2(torch.tensor(gain)).item())
+        byte = scale_byte(width if fp8 else 2 * width, fp8)
         return torch.full(shape, byte, dtype=torch.uint8).view(DTYPES[dtype])
-    if dtype == "F8_E4M3":  # sign, and magnitudes 2^-3 … 2^0: no NaN, no outliers
-        t = torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
-        return ((t & 0x80) | (0x20 + (t & 0x7F) % 24)).view(DTYPES[dtype])
+    if dtype == "F8_E4M3":
+        t = torch.empty(shape, dtype=torch.uint8)
+        draw_e4m3(t, g)
+        return t.view(DTYPES[dtype])
     if name.endswith("tid2eid"):
-        first = torch.randint(experts, (shape[0], 1), generator=g)
-        return ((first + torch.arange(shape[1])) % experts).to(DTYPES[dtype])
+        t = torch.empty(shape, dtype=DTYPES[dtype])
+        draw_expert_ids(experts, t, g)
+        return t
     if not DTYPES[dtype].is_floating_point:
         return torch.randint(0, 256, shape, generator=g, dtype=torch.uint8).view(DTYPES[dtype])
     if name.endswith(GAINS):
@@ -78,10 +69,10 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--words", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(given)
-    raw = config_of(args.widths, args.layers, args.experts, args.words)
     shown = lambda done, total: print(f"\r{done / total:4.0%} of {total / 1e9:.1f} GB", end="", file=sys.stderr)
     shown = shown if sys.stderr.isatty() else None
     try:
+        raw = config_of(args.widths, args.layers, args.experts, args.words)
         tensors = official_tensors(ModelConfig.from_official(raw), mtp=False)
         made = partial(value, tensors, args.experts, args.seed)
         write_checkpoint(args.directory, tensors, made, {"config.json": raw}, progress=shown)

@@ -117,19 +117,22 @@ def _config(name: str, layers: int | None, mtp: bool) -> ModelConfig:
     raw = preset(name)
     if raw is None:
         raise InputError(f"dummy weights of {name!r} were asked for; expected flash or pro, {' or '.join(GEOMETRIES)}")
+    return ModelConfig.from_official(first_layers(name, raw, layers, mtp))
+
+
+def first_layers(name: str, raw: dict, layers: int | None, mtp: bool) -> dict:
+    """The official config `raw`, called `name`, with its first `layers` layers (None: all); mtp: with its MTP blocks.
+    Raises InputError for a number of layers that does not exist."""
     total = raw["num_hidden_layers"]
     layers = total if layers is None else layers
     if not 0 < layers <= total:
         raise InputError(f"{layers} layers of {name} were asked for; expected 1 … {total}")
-    return ModelConfig.from_official(
-        raw
-        | {
-            "num_hidden_layers": layers,
-            "compress_ratios": raw["compress_ratios"][:layers] + raw["compress_ratios"][total:] * mtp,
-            "num_nextn_predict_layers": raw["num_nextn_predict_layers"] * mtp,
-            "num_hash_layers": min(raw["num_hash_layers"], layers),
-        }
-    )
+    return raw | {
+        "num_hidden_layers": layers,
+        "compress_ratios": raw["compress_ratios"][:layers] + raw["compress_ratios"][total:] * mtp,
+        "num_nextn_predict_layers": raw["num_nextn_predict_layers"] * mtp,
+        "num_hash_layers": min(raw["num_hash_layers"], layers),
+    }
 
 
 @torch.no_grad()
@@ -149,7 +152,7 @@ def fill_weights(model: CausalLM, seed: int = 0, progress: Progress | None = Non
         if isinstance(module, Matrix):
             _fill_matrix(module, leaf, p, part)
         elif leaf == "tid2eid":
-            part(partial(_expert_ids, model.config.n_routed_experts))
+            part(partial(draw_expert_ids, model.config.n_routed_experts))
         elif leaf == "weight" and p.dim() == 1:
             p.fill_(1.0)
         elif leaf in ("bias", "base", "attn_sink"):
@@ -173,12 +176,11 @@ def _fill_matrix(module: Matrix, leaf: str, p: torch.Tensor, part: Callable[[Dra
     if leaf == "bias":
         part(partial(_normal, 0.1))
     elif leaf == "scale":
-        rms = E4M3_RMS if form is WeightFormat.FP8 else E2M1_RMS
-        p.view(torch.uint8).fill_(127 + round(torch.log2(torch.tensor(K**-0.5 / rms)).item()))
+        p.view(torch.uint8).fill_(scale_byte(K, form is WeightFormat.FP8))
     elif form is WeightFormat.DENSE:
         part(partial(_normal, K**-0.5))
     else:
-        part(_e4m3 if form is WeightFormat.FP8 else lambda t, g: t.random_(0, 256, generator=g))
+        part(draw_e4m3 if form is WeightFormat.FP8 else lambda t, g: t.random_(0, 256, generator=g))
 
 
 def _draw(device: torch.device, seed: int, name: str, p: torch.Tensor, cut: Cut | None, draw: Draw) -> None:
@@ -192,25 +194,35 @@ def _draw(device: torch.device, seed: int, name: str, p: torch.Tensor, cut: Cut 
     rows = max(1, PIECE // (math.prod(whole[1:]) * p.element_size()))
     for at in range(first // rows * rows, last, rows):
         piece = torch.empty(min(rows, whole[0] - at), *whole[1:], dtype=codes.dtype, device=device)
-        key = hashlib.blake2b(f"{seed} {name} {at}".encode(), digest_size=7).digest()
-        draw(piece, torch.Generator(device).manual_seed(int.from_bytes(key, "little")))
+        draw(piece, generator_of(f"{seed} {name} {at}", device))
         low, high = max(at, first), min(at + len(piece), last)
         mine = piece[low - at : high - at]
         codes[low - first : high - first] = mine if cut.axis == 0 else mine.narrow(cut.axis, cut.start, cut.size)
+
+
+def generator_of(text: str, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator seeded with a text."""
+    key = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(key, "little"))
+
+
+def scale_byte(K: int, fp8: bool) -> int:
+    """E8M0 byte of the scale that gives a map of K random codes, E4M3 or E2M1, a gain near 1."""
+    return 127 + round(torch.log2(torch.tensor(K**-0.5 / (E4M3_RMS if fp8 else E2M1_RMS))).item())
 
 
 def _normal(std: float, t: torch.Tensor, g: torch.Generator) -> None:
     t.normal_(0, std, generator=g)
 
 
-def _e4m3(t: torch.Tensor, g: torch.Generator) -> None:
-    """Sign, and magnitudes 2^-3 … 2^0: no NaN, no outliers."""
+def draw_e4m3(t: torch.Tensor, g: torch.Generator) -> None:
+    """Codes into t uint8: sign, and magnitudes 2^-3 … 2^0: no NaN, no outliers."""
     t.random_(0, 256, generator=g)
     t.copy_((t & 0x80) | (0x20 + (t & 0x7F) % 24))
 
 
-def _expert_ids(E: int, t: torch.Tensor, g: torch.Generator) -> None:
-    """Different experts of each token."""
+def draw_expert_ids(E: int, t: torch.Tensor, g: torch.Generator) -> None:
+    """Different experts of each token into t [tokens, experts of one]."""
     first = torch.randint(E, (len(t), 1), generator=g, device=t.device)
     t.copy_((first + torch.arange(t.shape[1], device=t.device)) % E)
 
