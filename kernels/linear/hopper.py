@@ -22,40 +22,41 @@ COLUMNS = gl.constexpr(128)  # of a stage: one block of scales
 WAVE = gl.constexpr(64)  # tokens of one wgmma
 
 
-@gluon.jit(do_not_specialize=["N", "stride"])
+@gluon.jit(do_not_specialize=["N"])
 def product(
     X,
+    XS,
     W,
     W1,
     OUT,
     OUT1,
-    SCALES,
     S,
     S1,
     N,
-    stride,
     O: gl.constexpr,
     O1: gl.constexpr,
     K: gl.constexpr,
     SPLIT: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
+    EACH: gl.constexpr,
     ROWS: gl.constexpr,
     T: gl.constexpr,
 ):
-    """OUT [N, O] = codes X [N, K] · SCALES [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
+    """OUT [N, O] = codes X [N, K] · scales XS [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
     [N, O1] likewise, of W1 and S1, unless O1 is 0. ROWS: each row has a scale beside, of S1 [O] in fp32.
 
-    X, W and OUT are descriptors; their blocks are [tokens, 128], [rows, 128] and [64, rows]. rows divide 128. T: tokens
-    of a tile. X's block may have fewer if N is no more: beyond them anything is multiplied, and nothing is written.
-    stride: from one row of SCALES to the next; there are as many of a row as whole tiles have tokens, beyond N
-    anything. SPLIT: the tokens of a tile are 64, and each warpgroup takes every other block of columns; otherwise they
-    are 128 or 256. GROUP: blocks of rows of one weight that are visited with all tokens before the next ones, so that
-    both stay in the L2 cache. STAGES: an even number if SPLIT.
+    X, XS, W and OUT are descriptors; their blocks are [tokens, 128], [1, T], [rows, 128] and [64, rows]. rows divide
+    128. T: tokens of a tile. X's block may have fewer if N is no more: beyond them anything is multiplied, and nothing
+    is written. SPLIT: the tokens of a tile are 64, and each warpgroup takes every other stage; otherwise they are 128
+    or 256. GROUP: blocks of rows of one weight that are visited with all tokens before the next ones, so that both stay
+    in the L2 cache. STAGES: an even number if SPLIT. EACH: blocks of columns of a stage, 1 or, if SPLIT and K / 128 is
+    even, 2: a stage has two barriers, which take time to make and to wait for.
     """
     R: gl.constexpr = W.block_type.shape[0]
-    x_ring = gl.allocate_shared_memory(X.dtype, [STAGES, T, COLUMNS], X.layout)
-    w_ring = gl.allocate_shared_memory(W.dtype, [STAGES, R, COLUMNS], W.layout)
+    x_ring = gl.allocate_shared_memory(X.dtype, [STAGES * EACH, T, COLUMNS], X.layout)
+    w_ring = gl.allocate_shared_memory(W.dtype, [STAGES * EACH, R, COLUMNS], W.layout)
+    factors = gl.allocate_shared_memory(gl.float32, [STAGES * EACH, 1, T], XS.layout)
     out = gl.allocate_shared_memory(OUT.dtype, [1 if SPLIT else 2, WAVE, R], OUT.layout)
     PARTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     parts = gl.allocate_shared_memory(gl.float32, [1, WAVE, R] if SPLIT else [1, 1, 1], PARTS)
@@ -67,19 +68,19 @@ def product(
         mbarrier.init(empty.index(i), count=1 if SPLIT else 2)
     for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
-    rings, barriers, sizes, scaling = (x_ring, w_ring), (full, empty, summed), (N, stride), (SCALES, S, S1)
+    rings, barriers, scales = (x_ring, w_ring, factors), (full, empty, summed), (S, S1)
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
             (
                 multiply,
-                (0, (OUT, OUT1), rings, out, parts, barriers, scaling, sizes, O, O1, K, SPLIT, GROUP, STAGES, ROWS),
+                (0, (OUT, OUT1), rings, out, parts, barriers, scales, N, O, O1, K, SPLIT, GROUP, STAGES, EACH, ROWS),
             ),
             (
                 multiply,
-                (1, (OUT, OUT1), rings, out, parts, barriers, scaling, sizes, O, O1, K, SPLIT, GROUP, STAGES, ROWS),
+                (1, (OUT, OUT1), rings, out, parts, barriers, scales, N, O, O1, K, SPLIT, GROUP, STAGES, EACH, ROWS),
             ),
-            (copy_tiles, ((X, W, W1), rings, barriers, N, O, O1, K, SPLIT, GROUP, STAGES)),
+            (copy_tiles, ((X, XS, W, W1), rings, barriers, N, O, O1, K, SPLIT, GROUP, STAGES, EACH, ROWS)),
         ],
         [4, 1],
         [232, 40],
@@ -95,15 +96,15 @@ def place(tile, N, R: gl.constexpr, T: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def in_ring(number, block, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr):
-    """(stage, turn) of a block of columns of the tile that is `number` of a program. Each of two warpgroups that take
-    every other block has stages of its own: one that skipped turns of a stage could not tell them apart."""
+def in_ring(number, part, PARTS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr):
+    """(stage, turn) of a stage's part of the columns of the tile that is `number` of a program. Each of two warpgroups
+    that take every other part has stages of its own: one that skipped turns of a stage could not tell them apart."""
     if SPLIT:
-        which = block % 2
-        n = number * ((BLOCKS + 1 - which) // 2) + block // 2
+        which = part % 2
+        n = number * ((PARTS + 1 - which) // 2) + part // 2
         stage, turn = n % (STAGES // 2) * 2 + which, n // (STAGES // 2)
     else:
-        n = number * BLOCKS + block
+        n = number * PARTS + part
         stage, turn = n % STAGES, n // STAGES
     return stage, turn
 
@@ -111,109 +112,128 @@ def in_ring(number, block, BLOCKS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl
 @gluon.jit
 def copy_tiles(
     descriptors, rings, barriers, N, O: gl.constexpr, O1: gl.constexpr, K: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of weights are copied before earlier kernels have ended, as far as the ring goes; those of activations are
-    not."""
-    X, W, W1 = descriptors
-    x_ring, w_ring = rings
+    not, nor those of weights whose ROWS have scales, which the kernel before makes."""
+    X, XS, W, W1 = descriptors
     full, empty, _ = barriers
-    T: gl.constexpr = x_ring.shape[1]
+    T: gl.constexpr = rings[0].shape[1]
     R: gl.constexpr = W.block_type.shape[0]
-    BLOCKS: gl.constexpr = K // COLUMNS
-    AHEAD: gl.constexpr = STAGES if STAGES < BLOCKS else BLOCKS  # of the first tile: block i is in stage i
+    PARTS: gl.constexpr = K // (COLUMNS * EACH)
+    AHEAD: gl.constexpr = STAGES if STAGES < PARTS else PARTS  # of the first tile: part i is in stage i
     first, row = place(gl.program_id(0), N, R, T, GROUP)
+    if ROWS:
+        gdc_wait()
     for i in gl.static_range(AHEAD):
-        mbarrier.expect(full.index(i), X.block_type.nbytes + W.block_type.nbytes)
-        copy_weight(W, W1, row, i * COLUMNS, full.index(i), w_ring.index(i), O, O1)
+        copy_weight(W, W1, row, i, full.index(i), rings, i, O, O1, X.block_type.nbytes + XS.block_type.nbytes, EACH)
     gdc_wait()
     for i in gl.static_range(AHEAD):
-        copy_tokens(X, first, i * COLUMNS, full.index(i), x_ring.index(i))
+        copy_tokens(X, XS, first, i, full.index(i), rings, i, EACH)
     number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
         first, row = place(tile, N, R, T, GROUP)
         # Of a variable that is AHEAD before the loop and 0 after a turn, Triton 3.6.0 and 3.7.1 make AHEAD.
-        for block in range(gl.where(number == 0, AHEAD, 0), BLOCKS):
-            stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
+        for part in range(gl.where(number == 0, AHEAD, 0), PARTS):
+            stage, turn = in_ring(number, part, PARTS, SPLIT, STAGES)
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), (turn & 1) ^ 1)
-            mbarrier.expect(ready, X.block_type.nbytes + W.block_type.nbytes)
-            copy_weight(W, W1, row, block * COLUMNS, ready, w_ring.index(stage), O, O1)
-            copy_tokens(X, first, block * COLUMNS, ready, x_ring.index(stage))
+            copy_weight(W, W1, row, part, ready, rings, stage, O, O1, X.block_type.nbytes + XS.block_type.nbytes, EACH)
+            copy_tokens(X, XS, first, part, ready, rings, stage, EACH)
         number += 1
 
 
 @gluon.jit
-def copy_tokens(X, first, column, ready, buffer):
+def copy_tokens(X, XS, first, part, ready, rings, stage, EACH: gl.constexpr):
     """Rows that a tensor does not have would be filled with zeros, which takes as long as copying them."""
     COPIED: gl.constexpr = X.block_type.shape[0]
-    if COPIED < buffer.shape[0]:
-        buffer = buffer.slice(0, COPIED)
-    tma.async_copy_global_to_shared(X, [first, column], ready, buffer)
+    for i in gl.static_range(EACH):
+        buffer, block = rings[0].index(stage * EACH + i), part * EACH + i
+        if COPIED < buffer.shape[0]:
+            buffer = buffer.slice(0, COPIED)
+        tma.async_copy_global_to_shared(X, [first, block * COLUMNS], ready, buffer)
+        tma.async_copy_global_to_shared(XS, [block, first], ready, rings[2].index(stage * EACH + i))
 
 
 @gluon.jit
-def copy_weight(W, W1, row, column, ready, buffer, O: gl.constexpr, O1: gl.constexpr):
-    if O1 > 0 and row >= O:
-        tma.async_copy_global_to_shared(W1, [row - O, column], ready, buffer)
-    else:
-        tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
+def copy_weight(
+    W, W1, row, part, ready, rings, stage, O: gl.constexpr, O1: gl.constexpr, BESIDE: gl.constexpr, EACH: gl.constexpr
+):  # fmt: skip
+    """And say how much a stage waits for. BESIDE: bytes of a block of activations."""
+    mbarrier.expect(ready, EACH * (W.block_type.nbytes + BESIDE))
+    for i in gl.static_range(EACH):
+        buffer, column = rings[1].index(stage * EACH + i), (part * EACH + i) * COLUMNS
+        if O1 > 0 and row >= O:
+            tma.async_copy_global_to_shared(W1, [row - O, column], ready, buffer)
+        else:
+            tma.async_copy_global_to_shared(W, [row, column], ready, buffer)
 
 
 @gluon.jit
 def multiply(
-    WHICH: gl.constexpr, outs, rings, out, parts, barriers, scaling, sizes, O: gl.constexpr, O1: gl.constexpr,
-    K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr,
+    WHICH: gl.constexpr, outs, rings, out, parts, barriers, scales, N, O: gl.constexpr, O1: gl.constexpr,
+    K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """The tiles of this program, as far as they are those of warpgroup WHICH."""
-    x_ring, w_ring = rings
+    x_ring, w_ring, factors = rings
     full, empty, summed = barriers
-    SCALES, S, S1 = scaling
-    N, stride = sizes
+    S, S1 = scales
     T: gl.constexpr = x_ring.shape[1]
     R: gl.constexpr = w_ring.shape[1]
     WAVES: gl.constexpr = 1 if SPLIT else T // (2 * WAVE)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, R, 32])
     BLOCKS: gl.constexpr = K // COLUMNS
+    PARTS: gl.constexpr = BLOCKS // EACH
     STEP: gl.constexpr = 2 if SPLIT else 1
     FIRST: gl.constexpr = WHICH if SPLIT else 0
     MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
-    gdc_wait()
+    if ROWS:
+        gdc_wait()  # else only scales of weights are read but what has been copied
     number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
         token, row = place(tile, N, R, T, GROUP)
         token += MINE
-        scales = S + row // 128 * BLOCKS
+        of_weight = S + row // 128 * BLOCKS
         if O1 > 0:
-            scales = gl.where(row < O, scales, S1 + (row - O) // 128 * BLOCKS)
-        at = SCALES + token + gl.arange(0, WAVE, gl.SliceLayout(1, SUMS))
+            of_weight = gl.where(row < O, of_weight, S1 + (row - O) // 128 * BLOCKS)
         acc = gl.zeros([WAVE, R], gl.float32, SUMS)
         acc1 = acc
-        # Scales of a block are loaded while the block before it is multiplied, and not touched until it has been.
-        first = FIRST if FIRST < BLOCKS else 0
-        of_token, of_weight = gl.load(at + first * stride), gl.load(scales + first)
-        of_token1 = gl.load(at + first * stride + WAVE) if WAVES == 2 else of_token
-        for block in range(FIRST, BLOCKS, STEP):
-            stage, turn = in_ring(number, block, BLOCKS, SPLIT, STAGES)
+        # Scales of weights are loaded while the stage before is multiplied, and not touched until it has been.
+        scale, scale1 = next_scales(of_weight, FIRST, PARTS, EACH)
+        for part in range(FIRST, PARTS, STEP):
+            stage, turn = in_ring(number, part, PARTS, SPLIT, STAGES)
             mbarrier.wait(full.index(stage), turn & 1)
-            x, w = x_ring.index(stage), w_ring.index(stage).permute([1, 0])
+            at = stage * EACH
+            x, w, factor = x_ring.index(at), w_ring.index(at).permute([1, 0]), factors.index(at)
             zero = gl.zeros([WAVE, R], gl.float32, SUMS)
-            part = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
-            scale, later = scale_of(of_weight), gl.minimum(block + STEP, BLOCKS - 1)
-            factor, factor1 = of_token * scale, of_token1 * scale
-            of_token, of_weight = gl.load(at + later * stride), gl.load(scales + later)
-            if WAVES == 2:
-                of_token1 = gl.load(at + later * stride + WAVE)
-            part = warpgroup_mma_wait(0, deps=[part])
-            if WAVES == 1:
+            sums = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
+            if EACH == 2:
+                x1, w1 = x_ring.index(at + 1), w_ring.index(at + 1).permute([1, 0])
+                sums1 = warpgroup_mma(x1.slice(MINE, WAVE), w1, zero, use_acc=False, is_async=True)
+            by, by1 = scale_of(scale), scale_of(scale1)
+            scale, scale1 = next_scales(of_weight, part + STEP, PARTS, EACH)
+            of_token = factor.slice(MINE, WAVE, dim=1).permute([1, 0]).load(SUMS) * by
+            if EACH == 2:
+                of_token1 = factors.index(at + 1).slice(MINE, WAVE, dim=1).permute([1, 0]).load(SUMS) * by1
+                sums = warpgroup_mma_wait(1, deps=[sums])
+                acc += sums * of_token
+                sums1 = warpgroup_mma_wait(0, deps=[sums1])
                 mbarrier.arrive(empty.index(stage), count=1)
-            acc += part * factor[:, None]
-            if WAVES == 2:
+                acc += sums1 * of_token1
+            elif WAVES == 1:
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc += sums * of_token
+            else:
+                of_token1 = factor.slice(MINE + WAVE, WAVE, dim=1).permute([1, 0]).load(SUMS) * by
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                acc += sums * of_token
                 # Registers of the first products are taken again: others would be spilled.
-                part = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=[part])
+                sums = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, sums, use_acc=False, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=[sums])
                 mbarrier.arrive(empty.index(stage), count=1)
-                acc1 += part * factor1[:, None]
+                acc1 += sums * of_token1
         if ROWS:
             of_row = gl.load(S1 + row + gl.arange(0, R, gl.SliceLayout(0, SUMS)))
             acc, acc1 = acc * of_row[None, :], acc1 * of_row[None, :]
@@ -234,6 +254,13 @@ def multiply(
                 write(outs, out.index(WHICH), acc1, token + WAVE, row, O, O1)
         number += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def next_scales(of_weight, part, PARTS: gl.constexpr, EACH: gl.constexpr):
+    """Scales of the weight's blocks of a part; of the last part again where there is none."""
+    at = of_weight + gl.minimum(part, PARTS - 1) * EACH
+    return gl.load(at), gl.load(at + (EACH - 1))
 
 
 @gluon.jit

@@ -30,6 +30,7 @@ ROWS_QUANTISED, ROWS_OF_MANY, MANY_BLOCKS = 8, 32, 1 << 14
 SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 FP4_ROWS, FP4_COLUMNS = 16, 512  # of a program that recodes
 MOST_STAGES = 16
+FEWEST_PAIRS = 6  # stages of two blocks of columns, if they have so many
 MOST_TOKENS = 256  # of a tile
 FEW = (16, 32)  # tokens that are copied, where there are no more
 # Whether two weights share a launch (`scripts/tune_fp8.py` on an H200: 1024 and 512 rows of 4,096 columns, 16 tokens 22
@@ -45,12 +46,14 @@ class Tile(NamedTuple):
     rows: int
     split: bool
 
-    def stages(self, out: torch.dtype) -> int:
-        """Tiles of 128 columns that fit in shared memory, beside those of the result and the sums that pass between the
-        warpgroups; as many for each warpgroup if split."""
+    def stages(self, out: torch.dtype, blocks: int) -> tuple[int, int]:
+        """Stages of the ring, and blocks of columns of a stage, of `blocks` in all: what fits in shared memory beside
+        the result and the sums that pass between the warpgroups; as many stages for each warpgroup if split."""
         result = 64 * self.rows * (out.itemsize + 4 if self.split else 2 * out.itemsize)
-        stages = min(MOST_STAGES, (SHARED - result - (1 << 10)) // ((self.tokens + self.rows) * BLOCK))
-        return stages // 2 * 2 if self.split else stages
+        fit = (SHARED - result - (1 << 10)) // ((self.tokens + self.rows) * BLOCK + self.tokens * 4)
+        if self.split and not blocks % 2 and fit >= 2 * FEWEST_PAIRS:
+            return min(MOST_STAGES, fit) // 4 * 2, 2
+        return (fit // 2 * 2 if self.split else fit), 1
 
 
 # Tiles, and the time of one beside the others' (`scripts/tune_fp8.py` on an H200: µs for 4096 columns).
@@ -219,12 +222,12 @@ def product(
     alike = (h.O | O1) // tile.rows
     group = min(8, alike & -alike)  # a group lies in one weight
     copied = next((n for n in FEW if N <= n < tile.tokens), tile.tokens)
-    x = described(codes.view(torch.float8_e4m3fn), copied, BLOCK)
+    x, xs = described(codes.view(torch.float8_e4m3fn), copied, BLOCK), described(scales, 1, tile.tokens)
     ws = [described(w, tile.rows, BLOCK) for w in (given, *(each.weight for each in both[1:]))]
     ys = [described(y, 64, tile.rows) for y in ((out,) if out1 is None else (out, out1))]
     hopper.product[(min(triton.cdiv(N, tile.tokens) * blocks, processors(device)),)](
-        x, ws[0], ws[-1], ys[0], ys[-1], scales, scale, scale1, N, scales.stride(0), h.O, O1, K,
-        tile.split, group, tile.stages(out.dtype), fp4, tile.tokens, num_warps=4, maxnreg=168,
+        x, xs, ws[0], ws[-1], ys[0], ys[-1], scale, scale1, N, h.O, O1, K,
+        tile.split, group, *tile.stages(out.dtype, K // BLOCK), fp4, tile.tokens, num_warps=4, maxnreg=168,
         launch_pdl=dependent_launch(device),
     )  # fmt: skip
 

@@ -15,11 +15,11 @@ from tests.kernels.products import CUDA, randn
 HOPPER = CUDA and torch.cuda.get_device_capability()[0] == 9
 
 
-def on_cpu(monkeypatch, seed: int, programs: int, stages: int) -> None:
-    """`product` as a GPU of so many multiprocessors runs it, with a ring of so many stages."""
+def on_cpu(monkeypatch, seed: int, programs: int, stages: int, each: int = 1) -> None:
+    """`product` as a GPU of so many multiprocessors runs it, with a ring of so many stages of `each` blocks."""
     for name, value in (("capability", (9, 0)), ("processors", programs), ("dependent_launch", True)):
         monkeypatch.setattr(triton_fp8, name, lambda device, value=value: value)
-    monkeypatch.setattr(Tile, "stages", lambda tile, out: stages)
+    monkeypatch.setattr(Tile, "stages", lambda tile, out, blocks: (stages, each))
     monkeypatch.setattr(hopper, "product", OnCPU(hopper.product, seed))
 
 
@@ -30,24 +30,27 @@ def packed(O: int, K: int, e8m0: bool, seed: int = 2) -> PackedWeight:
     return PackedWeight(WeightFormat.FP8, codes, scale.to(torch.float8_e8m0fnu) if e8m0 else scale, block=(128, 128))
 
 
-CASES = [  # tokens, rows, columns, tile, programs, stages
-    (5, 128, 128, Tile(64, 32, True), 132, 4),  # the second warpgroup has no columns
-    (70, 128, 640, Tile(64, 64, True), 3, 2),  # several tiles a program, an odd number of blocks
-    (70, 256, 256, Tile(64, 32, True), 2, 8),  # the second warpgroup may be several tiles ahead
-    (130, 256, 512, Tile(128, 64, False), 3, 3),
-    (300, 256, 384, Tile(128, 128, False), 132, 4),  # more stages than blocks
-    (257, 256, 640, Tile(128, 128, False), 2, 2),
-    (300, 256, 384, Tile(256, 128, False), 132, 4),
-    (257, 256, 640, Tile(256, 64, False), 2, 2),
+CASES = [  # tokens, rows, columns, tile, programs, stages, blocks of a stage
+    (5, 128, 128, Tile(64, 32, True), 132, 4, 1),  # the second warpgroup has no columns
+    (5, 128, 256, Tile(64, 32, True), 132, 4, 2),
+    (70, 128, 640, Tile(64, 64, True), 3, 2, 1),  # several tiles a program, an odd number of blocks
+    (70, 128, 768, Tile(64, 64, True), 3, 2, 2),  # an odd number of stages
+    (70, 256, 256, Tile(64, 32, True), 2, 8, 1),  # the second warpgroup may be several tiles ahead
+    (70, 256, 512, Tile(64, 32, True), 2, 8, 2),
+    (130, 256, 512, Tile(128, 64, False), 3, 3, 1),
+    (300, 256, 384, Tile(128, 128, False), 132, 4, 1),  # more stages than blocks
+    (257, 256, 640, Tile(128, 128, False), 2, 2, 1),
+    (300, 256, 384, Tile(256, 128, False), 132, 4, 1),
+    (257, 256, 640, Tile(256, 64, False), 2, 2, 1),
 ]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("N, O, K, tile, programs, stages", CASES)
-def test_products_are_those_of_the_rounded_numbers(N, O, K, tile, programs, stages, seed, monkeypatch):
+@pytest.mark.parametrize("N, O, K, tile, programs, stages, each", CASES)
+def test_products_are_those_of_the_rounded_numbers(N, O, K, tile, programs, stages, each, seed, monkeypatch):
     x, w = randn(N, K, seed=3).cpu().bfloat16(), packed(O, K, seed % 2 == 0)
     given, out = codes_of(x), torch.full((N, O), float("nan"), dtype=(torch.bfloat16, torch.float32)[seed % 3 == 1])
-    on_cpu(monkeypatch, seed, programs, stages)
+    on_cpu(monkeypatch, seed, programs, stages, each)
     triton_fp8.product(*given, hold("linear", w), out, tile)
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
