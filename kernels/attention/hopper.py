@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from dsv4.kernels.attention.hopper_merge import APART, meet, merge_piece
+from dsv4.kernels.attention.hopper_merge import APART, meet, merge_piece, sink_of_piece
 from dsv4.kernels.quantize.triton_codes import decode_e8m0
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -128,6 +128,8 @@ def attend(
     if not SPLIT:  # logits[:, :, -1] = sink
         sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
         m = sink
+    if PIECES > 0:
+        sink = sink_of_piece(SINK, h0, H, split, C, PIECES)
     acc = gl.zeros([64, C], gl.float32, O)
     # Sums by place in the tile: only maxima and weights pass between the warpgroups.
     l, weights = gl.zeros([64, BN], gl.float32, S), gl.allocate_shared_memory(gl.bfloat16, [64, BN], WEIGHTS)
@@ -188,7 +190,7 @@ def attend(
         meet(COUNTERS + (gl.program_id(0) * PARTS + part) * APART, split == 0, splits)
         if split < PIECES:
             partial, merged = OUT + n * splits * (H * D) + part * C, MERGED + n * (H * D) + part * C
-            merge_piece(partial, lses, SINK, merged, h0, H, splits, split, D, C, PIECES, MOST)
+            merge_piece(partial, lses, sink, merged, h0, H, splits, split, D, C, PIECES, MOST)
 
 
 @gluon.jit

@@ -72,10 +72,19 @@ def meet(counter, first, count):
 
 
 @gluon.jit
+def sink_of_piece(SINK, h0, H, piece, C: gl.constexpr, PIECES: gl.constexpr):
+    """For `merge_piece`, from memory that may be far away: to be read before programs meet."""
+    HEADS: gl.constexpr = 64 // PIECES if PIECES < 64 else 1
+    L: gl.constexpr = piece_layout(HEADS, C * 64 // (HEADS * PIECES), gl.num_warps())
+    h = (h0 + piece % (64 // HEADS) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, L)))[:, None]
+    return gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
+
+
+@gluon.jit
 def merge_piece(
     PARTIAL,
     LSE,
-    SINK,
+    sink,
     OUT,
     h0,
     H,
@@ -95,8 +104,7 @@ def merge_piece(
     h = (h0 + piece % (64 // HEADS) * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, L)))[:, None]
     d = (piece // (64 // HEADS) * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, L)))[None, :]
     exists, parts = h < H, PARTIAL + (h * D + d)
-    top = gl.load(SINK + h, mask=exists, other=0.0).to(gl.float32) * LOG2E
-    sink, lses = top, ()
+    top, lses = sink, ()
     for s in gl.static_range(MOST):
         there = exists & (s < splits)
         lses = lses + (gl.load(LSE + h * splits + s, mask=there, other=float("-inf"), cache_modifier=".cg"),)
