@@ -113,10 +113,10 @@ def choices(name: str) -> Iterator[Choice]:
         each = sorted({-(-tiles // splits) for splits in range(2, min(tiles, most) + 1)})
         for runs in each[: 1 if tile is narrow else 2]:
             splits = -(-tiles // runs)
-            yield Choice(tile, splits, 0)
             fits = [parts for parts in (8, 4, 2, 1) if N * splits * parts <= processors()]
-            for parts in fits if tile.copied and splits <= triton.SPLITS else ():
-                yield Choice(tile, splits, parts)
+            for parts in (0, *(fits if tile.copied and splits <= triton.SPLITS else ())):
+                if parts > 1 or tile.warps == 8 or tile is narrow:  # the others need too many registers
+                    yield Choice(tile, splits, parts)
 
 
 def processors() -> int:
