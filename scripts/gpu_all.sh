@@ -65,8 +65,8 @@ table() {  # what was measured before, at this commit, stays
 }
 tiles() {
   local wrong=0 script
-  for script in fp8 attention experts index; do
-    "$python" "scripts/tune_$script.py" --seconds $((LIMIT / 5)) || wrong=1
+  for script in fp8 attention merging experts index; do
+    "$python" "scripts/tune_$script.py" --seconds $((LIMIT / 6)) || wrong=1
   done
   return $wrong
 }

@@ -3,6 +3,8 @@
 It computes what `triton_tiles.attend` does. It is written in Gluon, where layouts, copies and waits are explicit, so
 that the copies of the next tiles run while a tile is multiplied. Each of the two warpgroups has the logits of half the
 keys of a tile, and half the columns of the output.
+
+Programs that share a query may also share the columns of its output, and merge what they have found: `hopper_merge`.
 """
 
 from triton.experimental import gluon
@@ -15,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from dsv4.kernels.attention.hopper_merge import APART, meet, merge_piece, sink_of_piece
 from dsv4.kernels.quantize.triton_codes import decode_e8m0
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -50,6 +53,8 @@ def attend(
     ei_k,
     v_b,
     v_t,
+    MERGED,
+    COUNTERS,
     W_ROW: gl.constexpr,
     E_ROW: gl.constexpr,
     PACKED: gl.constexpr,
@@ -57,16 +62,27 @@ def attend(
     SPLIT: gl.constexpr,
     BN: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
+    PIECES: gl.constexpr,
+    MOST: gl.constexpr,
 ):
     """Computes what `triton_tiles.attend` does, for rows of 512, with both pools in bf16 or both PACKED (KV_FP8 with 64
-    columns in bf16)."""
+    columns in bf16).
+
+    PARTS: programs (axis 2) that share a tile; each has all logits, and a part of the columns. OUT is the same, and LSE
+    [N, PARTS, H, splits]. PIECES > 0: the first of the programs of a part merge as many pieces of MERGED [N, H, D];
+    splits ≤ MOST, and all programs of the grid run at the same time. COUNTERS: of each part (axis 0 × PARTS).
+    """
     gdc_wait()  # no later kernel starts before this one has ended: see `triton_tiles.attend`
     D: gl.constexpr = 512
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BN // 2, 16])  # logits
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # output
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    C: gl.constexpr = D // PARTS
+    GROUPS: gl.constexpr = gl.num_warps() // 4
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, BN // GROUPS, 16])  # logits
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, GROUPS], [16, C // GROUPS, 16])  # output
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    n, split = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout(128 if BN >= 64 else 2 * BN, 16, 2)
+    n, split, part = gl.program_id(0) // gl.cdiv(H, 64), gl.program_id(1), gl.program_id(2)
     h0 = gl.program_id(0) % gl.cdiv(H, 64) * 64
     b, t, n = (n // T).to(gl.int64), n % T, n.to(gl.int64)
     # Copies of the queries and of the first tiles start before anything else.
@@ -83,7 +99,7 @@ def attend(
     each = gl.cdiv(tiles, splits)
     first, last = split * each, gl.minimum(split * each + each, tiles)
     h = h0 + gl.arange(0, 64, gl.SliceLayout(1, S))
-    if SPLIT:
+    if SPLIT and PIECES == 0:
         if first >= last:
             gl.store(
                 LSE + (n * H + h) * splits + split,
@@ -98,7 +114,7 @@ def attend(
     k_shared = gl.allocate_shared_memory(gl.bfloat16, [1 if PACKED else STAGES, BN, D], SHARED)
     if PACKED:
         ring = packed_ring(BN, STAGES)
-    ROWS: gl.constexpr = KEYS if PACKED else gl.SliceLayout(1, COPY)
+    ROWS: gl.constexpr = keys_layout(BN, gl.num_warps()) if PACKED else gl.SliceLayout(1, COPY)
     ahead = rows_of(first, lists, LISTED, BN, ROWS)
     for tile in range(first, first + STAGES):
         row, ahead = ahead, rows_of(tile + 1, lists, LISTED, BN, ROWS)
@@ -112,15 +128,17 @@ def attend(
     if not SPLIT:  # logits[:, :, -1] = sink
         sink = gl.load(SINK + h, mask=h < H, other=0.0).to(gl.float32) * LOG2E
         m = sink
-    acc = gl.zeros([64, D], gl.float32, O)
+    if PIECES > 0:
+        sink = sink_of_piece(SINK, h0, H, split, C, PIECES)
+    acc = gl.zeros([64, C], gl.float32, O)
     # Sums by place in the tile: only maxima and weights pass between the warpgroups.
-    l, weights = gl.zeros([64, BN], gl.float32, S), gl.allocate_shared_memory(gl.bfloat16, [64, BN], SHARED)
+    l, weights = gl.zeros([64, BN], gl.float32, S), gl.allocate_shared_memory(gl.bfloat16, [64, BN], WEIGHTS)
     for tile in range(first, last):
         stage, more = (tile - first) % STAGES, tile + STAGES < last
         async_copy.wait_group(STAGES - 1)
         if PACKED:
             k = k_shared.index(0)
-            unpack(ring, stage, k, BN)
+            unpack(ring, stage, k, BN, ROWS)
         else:
             k = k_shared.index(stage)
         fence_async_shared()
@@ -140,27 +158,39 @@ def attend(
         m, l, acc = top, l * keep[:, None] + p, acc * gl.convert_layout(keep, gl.SliceLayout(1, O))[:, None]
         weights.store(p.to(gl.bfloat16))
         fence_async_shared()
-        acc = warpgroup_mma(weights, k, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        if PARTS == 1:
+            acc = warpgroup_mma(weights, k, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+        else:
+            for p in gl.static_range(PARTS):
+                if part == p:
+                    acc = warpgroup_mma(weights, k.slice(p * C, C, dim=1), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
         if not PACKED:
             if more:
                 copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
             async_copy.commit_group()
             ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
     total = gl.sum(l, 1)
+    lses = LSE + (n * PARTS + part) * H * splits
     if SPLIT:
-        gl.store(LSE + (n * H + h) * splits + split, m + gl.log2(total), mask=h < H)
+        gl.store(lses + h * splits + split, m + gl.log2(total), mask=h < H)
     else:
         total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
     out = acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]
     async_copy.wait_group(0)  # waits for the queries if there was no tile
     rows = OUT + (n * splits + split) * (H * D)
     if SPLIT:  # in fp32: parts may cancel
-        head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, O)), gl.arange(0, D, gl.SliceLayout(0, O))
+        head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, O)), part * C + gl.arange(0, C, gl.SliceLayout(0, O))
         gl.store(rows + (head * D)[:, None] + d[None, :], out, mask=(head < H)[:, None])
     else:
         q_shared.store(out.to(gl.bfloat16))  # so that whole rows are written
         gl.store(rows + (head * D)[:, None] + d[None, :], q_shared.load(COPY), mask=(head < H)[:, None])
+    if PIECES > 0:
+        meet(COUNTERS + (gl.program_id(0) * PARTS + part) * APART, split == 0, splits)
+        if split < PIECES:
+            partial, merged = OUT + n * splits * (H * D) + part * C, MERGED + n * (H * D) + part * C
+            merge_piece(partial, lses, sink, merged, h0, H, splits, split, D, C, PIECES, MOST)
 
 
 @gluon.jit
@@ -198,10 +228,13 @@ def copy_rows(k, row, nearby, WINDOW, run, W_ROW: gl.constexpr, E_ROW: gl.conste
 # They are handled in two halves of four blocks of columns, since the compiler puts a barrier between writes to one
 # buffer.
 
-# [keys, blocks, columns]: 16 a thread
-PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 16], [8, 1, 4], [8, 1, 1], [2, 1, 0]))
-TAIL = gl.constexpr(gl.SliceLayout(1, PIECE))  # [keys, columns] of one block
-KEYS = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, PIECE)))
+
+@gluon.constexpr_function
+def keys_layout(BN, warps):
+    """Of the keys of a tile, whose parent is that of [keys, blocks, columns]: 16 columns a thread."""
+    rows = min(warps, BN // 8)
+    piece = gl.BlockedLayout([1, 1, 16], [8, 1, 4], [rows, warps // rows, 1], [2, 1, 0])
+    return gl.SliceLayout(1, gl.SliceLayout(2, piece))
 
 
 @gluon.jit
@@ -218,6 +251,8 @@ def packed_ring(BN: gl.constexpr, STAGES: gl.constexpr):
 def copy_packed(ring, stage, row, nearby, WINDOW, run, W_PAGE: gl.constexpr, E_PAGE: gl.constexpr):
     """Start copying the packed rows of a tile; zeros for rows that are absent (< 0)."""
     low, high, rotated, scales = ring
+    PIECE: gl.constexpr = row.type.layout.parent.parent
+    TAIL: gl.constexpr = gl.SliceLayout(1, PIECE)  # [keys, columns] of one block
     pool, bytes = gl.where(nearby, WINDOW, run), gl.where(nearby, W_PAGE, E_PAGE)
     r = gl.maximum(row, 0)
     page, slot, present = (r >> 6).to(gl.int64) * bytes, r & 63, row >= 0
@@ -235,9 +270,11 @@ def copy_packed(ring, stage, row, nearby, WINDOW, run, W_PAGE: gl.constexpr, E_P
 
 
 @gluon.jit
-def unpack(ring, stage, k, BN: gl.constexpr):
+def unpack(ring, stage, k, BN: gl.constexpr, KEYS: gl.constexpr):
     """k [BN, 512] = codes × scales, and the bf16 columns unchanged."""
     low, high, rotated, scales = ring
+    PIECE: gl.constexpr = KEYS.parent.parent
+    TAIL: gl.constexpr = gl.SliceLayout(1, PIECE)
     word = scales.index(stage).load(KEYS)
     code, tail = high.index(stage).load(PIECE), rotated.index(stage).load(TAIL)
     x = scaled(low.index(stage).load(PIECE), word)
@@ -251,6 +288,7 @@ def unpack(ring, stage, k, BN: gl.constexpr):
 def scaled(code, word):
     """codes * decode_e8m0(scales).repeat_interleave(KV_BLOCK, 1): E4M3 [keys, 4, 64], scales in bytes 0 … 3 of word →
     bf16."""
+    PIECE: gl.constexpr = code.type.layout
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, PIECE)))
     factor = decode_e8m0((word.to(gl.int32)[:, None] >> (8 * block)[None, :]) & 255)
     return (code.to(gl.float8e4nv, bitcast=True).to(gl.float32) * factor[:, :, None]).to(gl.bfloat16)

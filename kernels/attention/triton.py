@@ -1,8 +1,11 @@
 """Attention on the GPU: one pass over the keys of each query, split among programs while queries are few.
 
-Each split writes its partial output and the logarithm of its sum, and a second kernel merges them. The number of splits
-depends on shapes only, and not on a pass's number of tokens of a row while these are FEW: a pass that verifies drafts
-gives each token the bits of its own step. The device code is in `triton_tiles`; Hopper runs `hopper` at widths of 512.
+Each split writes its partial output and the logarithm of its sum, and a second kernel merges them. On Hopper, programs
+that all run at the same time merge by themselves, to the same bits (`hopper_merge`).
+
+The number of splits depends on shapes only, and not on a pass's number of tokens of a row while these are FEW: a pass
+that verifies drafts gives each token the bits of its own step. The device code is in `triton_tiles`; Hopper runs
+`hopper` at widths of 512.
 """
 
 import math
@@ -12,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.kernels.attention import hopper, hopper_prefill
+from dsv4.kernels.attention.hopper_merge import Counters
 from dsv4.kernels.attention.triton_tiles import attend, merge
 from dsv4.kernels.attention.triton_unpack import unpacked
 from dsv4.kernels.cache_rows import PAGE, PackedRows, RowFormat
@@ -33,6 +37,25 @@ UNPACKED_BYTES = 128 << 20  # of the rows of a call that are unpacked for `hoppe
 MERGED = 2048  # numbers that a program, one warp, merges at a time
 FEW = 16  # queries of a batch row that are planned as one
 MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # cost of merging: a launch, and partial outputs written and read through L2
+# Cost where programs merge by themselves: they wait for each other, and each writes and reads as many bytes.
+MEET_US, PROGRAM_BYTES_US = 1.5, 1e5
+PARTS = 8  # programs that share a tile, at most: 64 columns each
+SPLITS = 128  # that programs merge by themselves, at most
+COOPERATIVE = True  # whether the driver is asked to run these programs at the same time
+
+
+class Shared(NamedTuple):
+    """How programs of `hopper.attend` share a query. parts: programs that share a tile, by columns of the output;
+    pieces: programs of a part that merge, 0 if a second kernel does; most: splits at most; stages: of a program (0: as
+    many as its tile has)."""
+
+    parts: int
+    pieces: int
+    most: int
+    stages: int
+
+
+ALONE = Shared(1, 0, 1, 0)
 
 
 class Tile(NamedTuple):
@@ -48,6 +71,7 @@ class Tile(NamedTuple):
     stages: int
     start: float
     each: float
+    own: float = 0.0  # of `each`, what programs that share a tile divide
     unchain: bool = False  # see `add_tile`
     copied: bool = False  # by `hopper.attend`
 
@@ -155,9 +179,12 @@ def _launch(
     if many and packed:
         window, far = (p.unpacked(D) for p in (window, far)) if far is not window else 2 * (window.unpacked(D),)
     partial, lse, dependent = out, out, dependent_launch(q.device)
+    shared = shared_out(tile, splits, N, H, W, K, processors(q.device))
+    counters = Counters.of(q.device, processors(q.device)) if shared else None
+    shared = ALONE if counters is None else shared
     if splits > 1:
         partial = torch.empty(N, splits, H, D, dtype=torch.float32, device=q.device)
-        lse = torch.empty(N, H, splits, dtype=torch.float32, device=q.device)
+        lse = torch.empty(N, shared.parts, H, splits, dtype=torch.float32, device=q.device)
     seen = window_index if visible is None else visible
     common = (
         q,
@@ -185,17 +212,21 @@ def _launch(
     if many:
         _attend_many(common[3:], q, out, (window.row, far.row, listed), min(grid[0], processors(q.device)), dependent)
     elif tile.copied:
-        hopper.attend[grid](
+        hopper.attend[(*grid, shared.parts)](
             *common,
+            out,
+            out if counters is None else counters,
             window.row,
             far.row,
             packed,
             listed,
             splits > 1,
             tile.keys,
-            tile.stages,
+            shared.stages or tile.stages,
+            *shared[:3],
             num_warps=tile.warps,
             launch_pdl=dependent,
+            launch_cooperative_grid=COOPERATIVE and shared.pieces > 0,
         )
     else:
         one_loop = listed and (window.data.dtype, window.packed, window.row) == (far.data.dtype, far.packed, far.row)
@@ -224,7 +255,7 @@ def _launch(
             num_warps=tile.warps,
             launch_pdl=dependent,
         )
-    if splits > 1:
+    if splits > 1 and not shared.pieces:
         _merge(partial, lse, sink, out, dependent)
     return out
 
@@ -250,17 +281,18 @@ def _attend_many(common: tuple, q, out, form: tuple, programs: int, dependent: b
 
 
 def _merge(partial, lse, sink, out, dependent: bool) -> None:
-    """partial [N, splits, H, D], lse [N, H, splits] → out [N, H, D].
+    """partial [N, splits, H, D], lse [N, 1, H, splits] → out [N, H, D].
 
     Programs are one warp, because several warps would exchange sums through shared memory. Such programs took as long
     (14 µs for 1024 programs of 4 KB, 3 µs for 512 without shared memory) as if a multiprocessor of an H100 ran only one
     or two of them at a time.
     """
     N, splits, H, D = partial.shape
-    together = min(64, next_power(splits))
+    most = next_power(splits)
+    together = min(64, most)
     columns = min(max(16, next_power(D)), max(32, MERGED // together))
     merge[(N * H, -(-D // columns))](
-        partial, lse, sink, out, H, splits, D, columns, together, dependent, num_warps=1, launch_pdl=dependent
+        partial, lse, sink, out, H, splits, D, columns, together, most, dependent, num_warps=1, launch_pdl=dependent
     )
 
 
@@ -304,9 +336,14 @@ def plan(
     def cost(choice):
         tile, splits = choice
         tiles = -(-W // tile.keys) + -(-K // tile.keys)
-        waves = -(-N * -(-H // tile.heads) * splits // processors)
+        each, programs = -(-tiles // splits), N * -(-H // tile.heads) * splits
+        if parts := parts_of(tile, splits, programs, processors):
+            partial = 2 * 4 * tile.heads * D / parts
+            taken = tile.start + (tile.each - tile.own + tile.own / parts) * each
+            return taken + MEET_US + partial / PROGRAM_BYTES_US
         merging = MERGE_US + N * splits * H * D * 2 * 4 / PARTIAL_BYTES_US
-        return waves * (tile.start + tile.each * D / MAX_WIDTH * -(-tiles // splits)) + merging * (splits > 1)
+        waves = -(-programs // processors)
+        return waves * (tile.start + tile.each * D / MAX_WIDTH * each) + merging * (splits > 1)
 
     def splits(tile):
         tiles = -(-W // tile.keys) + -(-K // tile.keys)
@@ -318,6 +355,23 @@ def plan(
     )
 
 
+def parts_of(tile: Tile, splits: int, programs: int, processors: int) -> int:
+    """In how many parts of the columns each of so many programs is divided, so that all of them run at the same time
+    and merge what they find; 0 if they do not."""
+    if not tile.copied or not 1 < splits <= SPLITS or programs > processors:
+        return 0
+    return next(parts for parts in (8, 4, 2, 1) if parts <= PARTS and programs * parts <= processors)
+
+
+def shared_out(tile: Tile, splits: int, N: int, H: int, W: int, K: int, processors: int) -> Shared | None:
+    """How a pass of N queries is shared out. Bits do not depend on it, so N may be any number of a plan's queries."""
+    parts = parts_of(tile, splits, N * -(-H // tile.heads) * splits, processors)
+    if not parts:
+        return None
+    tiles = -(-W // tile.keys) + -(-K // tile.keys)
+    return Shared(parts, 1 << splits.bit_length() - 1, next_power(splits), 1 if splits >= tiles else 0)
+
+
 def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, int]) -> list[Tile]:
     """Tiles that fit: shared memory of 163 KB (8.0), 227 KB (9.0, 10.0) or 99 KB; rows of 512."""
     if fp32:
@@ -326,8 +380,12 @@ def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, i
     narrow = Tile(16, 32, 4, 2 if large else 1, 3.2, 3.1) if packed else Tile(16, 32, 4, 3, 4.0, 1.25)
     match capability[0]:
         case 9 if copied:
-            start, each = (4.1, 3.6) if packed else (5.2, 2.5)
-            return [narrow, Tile(64, 64, 8, 2, start, each, copied=True)]
+            start, each, half = (4.1, 3.6, 2.2) if packed else (5.2, 2.5, 1.6)
+            return [
+                narrow,
+                Tile(64, 64, 8, 2, start, each, 0.6, copied=True),
+                Tile(64, 32, 8, 2, start, half, 0.3, copied=True),
+            ]
         case 9:
             start, each = (5.5, 5.0) if packed else (6.0, 3.5)
             return [narrow, Tile(64, 64, 8, 2, start, each, unchain=True)]

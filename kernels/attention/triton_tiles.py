@@ -224,29 +224,53 @@ def weigh(s, present, m, scale):
 
 @triton.jit(do_not_specialize=["splits"])
 def merge(
-    PARTIAL, LSE, SINK, OUT, H, splits, D: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr
+    PARTIAL,
+    LSE,
+    SINK,
+    OUT,
+    H,
+    splits,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BS: tl.constexpr,
+    MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Partial outputs [N, splits, H, D], each divided by its own sum, LSE [N, H, splits] and the sink → OUT [N, H, D].
 
-    BS splits at a time, in order; an empty split has no output, and its place counts as 0.
+    Splits are added one after another, and BS are read at a time; there are MOST or fewer.
     """
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    nh, d, s = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, BS)
+    nh, d, s = tl.program_id(0), tl.program_id(1) * BD + tl.arange(0, BD), tl.arange(0, MOST)
     n, h = nh // H, nh % H
-    lses, parts = LSE + nh.to(tl.int64) * splits, PARTIAL + n.to(tl.int64) * splits * H * D + h * D
-    top = tl.load(SINK + h).to(tl.float32) * LOG2E
-    total, acc = tl.where(top == float("-inf"), 0.0, 1.0), tl.zeros((BD,), tl.float32)
+    lses, parts = LSE + nh.to(tl.int64) * splits, PARTIAL + n.to(tl.int64) * splits * H * D + h * D + d
+    sink = tl.load(SINK + h).to(tl.float32) * LOG2E
+    top = tl.max(tl.load(lses + s, mask=s < splits, other=float("-inf")), 0)
+    safe, total = opened(sink, tl.maximum(sink, top))
+    acc = tl.zeros((BD,), tl.float32)
     for s0 in range(0, splits, BS):
-        inside = s0 + s < splits
-        lse = tl.load(lses + s0 + s, mask=inside, other=float("-inf"))
-        live = inside[:, None] if D % BD == 0 else inside[:, None] & (d < D)[None, :]
-        part = tl.load(parts + ((s0 + s) * (H * D))[:, None] + d[None, :], mask=live, other=0.0)
-        part = tl.where((lse == float("-inf"))[:, None], 0.0, widen(part))
-        above = tl.maximum(top, tl.max(lse, 0))
-        safe = tl.where(above == float("-inf"), 0.0, above)
-        keep, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
-        total, acc = total * keep + tl.sum(weight, 0), acc * keep + tl.sum(weight[:, None] * part, 0)
-        top = above
+        given = ()
+        for i in tl.static_range(BS):
+            live = (s0 + i < splits) & (d < D)
+            given = given + (tl.load(parts + (s0 + i) * (H * D), mask=live, other=0.0),)
+        for i in tl.static_range(BS):
+            lse = tl.load(lses + s0 + i, mask=s0 + i < splits, other=float("-inf"))
+            total, acc = added(total, acc, lse, given[i], safe)
     tl.store(OUT + nh.to(tl.int64) * D + d, narrow(acc / total, OUT.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def opened(sink, top):
+    """What is subtracted from logarithms, whose maximum is `top`, and the sum with the sink alone."""
+    safe = tl.where(top == float("-inf"), 0.0, top)  # −inf − −inf is NaN
+    return safe, tl.exp2(sink - safe)
+
+
+@triton.jit
+def added(total, acc, lse, part, safe):
+    """The sum of weights and the weighted sum of outputs with one more split; an empty one (−inf) has no output, and
+    its place counts as 0."""
+    weight = tl.exp2(lse - safe)
+    return total + weight, tl.fma(weight, tl.where(lse == float("-inf"), 0.0, part), acc)

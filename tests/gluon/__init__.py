@@ -2,7 +2,8 @@
 
     launch(kernel, grid, *args, num_warps=4, seed=0, **constexprs)
 
-runs every program of the grid, one after another. Arguments are CPU tensors, numbers, None, tuples of these, and host
+runs every program of the grid, one after another; with launch_cooperative_grid=True at the same time, where each
+atomic lets others run. Arguments are CPU tensors, numbers, None, tuples of these, and host
 `TensorDescriptor`s. Values have Triton's dtypes and rounding. wgmma adds exactly, and rounds once.
 
 It models what a test cannot see in values alone. Fresh shared memory is NaN. An asynchronous operation takes effect as
@@ -12,7 +13,8 @@ more arrivals than a barrier counts, a deadlock, an accumulator read before its 
 or TMA reads without a fence, and operations that are under way when a partition ends.
 
 It does not model layouts (`scripts/check_aot.py` compiles kernels), races between programs, clusters, multicast, or the
-limited precision of FP8 sums. Loops that wait for another program never end. What has no emulation raises UnknownName.
+limited precision of FP8 sums. Loops that wait for another program never end, unless the programs run at the same time
+and the loop has an atomic. What has no emulation raises UnknownName.
 """
 
 from itertools import product
@@ -26,6 +28,7 @@ from tests.gluon.memory import Descriptor, Memory
 from tests.gluon.schedule import Program
 from tests.gluon.source import Translation
 from tests.gluon.timing import SEEDS, Timing, order
+from tests.gluon.together import Together
 from tests.gluon.values import NUMBERS, Tensor, to_tensor
 
 __all__ = ["SEEDS", "Deadlock", "EmulationError", "OnCPU", "UnknownName", "launch"]
@@ -57,11 +60,16 @@ def launch(kernel, grid, *args, num_warps: int = 4, seed: int = 0, asm: dict | N
     bound.apply_defaults()
     grid = grid(dict(bound.arguments)) if callable(grid) else grid
     given = {p.name: _given(bound.arguments[p.name], p, memory) for p in kernel.params}
+    programs = []
     for place, ids in enumerate(order(seed, list(product(*map(range, grid))))):
         ids, sizes = (*ids, 0, 0)[:3], (*grid, 1, 1)[:3]
-        current[:] = [Program(ids, sizes, memory, Timing(seed, place), num_warps, asm or {})]
+        programs.append(Program(ids, sizes, memory, Timing(seed, place), num_warps, asm or {}))
+    if options.get("launch_cooperative_grid"):
+        return Together(programs, memory, current, seed).run(lambda: function(**given))
+    for program in programs:
+        current[:] = [program]
         function(**given)
-        current[-1].end()
+        program.end()
 
 
 class OnCPU:

@@ -14,6 +14,7 @@ class Memory:
 
     def __init__(self):
         self.regions: list[tuple[int, torch.Tensor, str]] = []  # address, bytes, name
+        self.changes = 0  # writes that changed something
 
     def add(self, t: torch.Tensor, name: str) -> int:
         """The address of t's first element."""
@@ -33,6 +34,7 @@ class Memory:
 
     def write(self, address: torch.Tensor, live: torch.Tensor, bits: torch.Tensor) -> None:
         for flat, place, chosen in self._parts(address, live, bits.element_size()):
+            self.changes += not torch.equal(flat[place], bits[chosen])
             flat[place] = bits[chosen]
 
     def _parts(self, address, live, size):

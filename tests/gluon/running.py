@@ -87,7 +87,8 @@ class Language:
         return made if isinstance(dtype, (list, tuple)) else made[0]
 
     def _atomic(self, change, pointer, val, mask=None, sem=None, scope=None):
-        """Element after element; the values before."""
+        """Element after element; the values before. Other programs may run before and after it."""
+        self.program.yields()
         kind, held = pointer.dtype.element_ty, self.program.memory
         address, live, shape = memory.addresses(pointer, mask)
         new = to_bits(memory.block_data(to_tensor(val), shape, kind), kind).reshape(-1)
@@ -99,10 +100,12 @@ class Language:
                 after = change(*(Tensor(from_bits(b, kind), kind) for b in (before, new[i : i + 1])))
                 held.write(where_[None], yes, to_bits(after.data, kind))
                 old[i] = before[0]
+        self.program.yields()
         return Tensor(from_bits(old.reshape(shape), kind), kind, pointer.layout)
 
     def atomic_cas(self, pointer, cmp, val, sem=None, scope=None):
         refuse(pointer.rank > 0, "atomic_cas of a block has no emulation")
+        self.program.yields()
         before = self.load(pointer)
         if before.data == recast(to_tensor(cmp), before.dtype).data:
             self.store(pointer, val)

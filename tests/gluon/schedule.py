@@ -112,6 +112,7 @@ class Program:
         self.accesses = Accesses(self)
         self.final: list[Callable[[], None]] = []  # writes to global memory that nothing waits for
         self.error: BaseException | None = None
+        self.yields: Callable[[], None] = lambda: None  # lets another program run
         self.partitions = [Partition("the kernel", 0, warps, clock={0: 1})]
         self.current = self.partitions[0]
 

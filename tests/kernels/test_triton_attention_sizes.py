@@ -8,7 +8,7 @@ from dsv4.kernels.attention import triton as kernels
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from tests.kernels.test_triton_attention import NAN, as_pool, close, listed, packed, poison, randn  # noqa: F401 (a fixture)
 
-DEVICE = "cuda"
+DEVICE, CUDA = "cuda", torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 H, D, ROPE, W, SCALE = 64, 512, 64, 128, 512**-0.5
@@ -71,6 +71,32 @@ def test_every_tile_of_this_gpu(monkeypatch, form, splits):
                 q = randn(*args[0].shape[:-2], heads, D, seed=heads, dtype=torch.bfloat16)
                 given = [q, *args[1:5], torch.linspace(-8, 8, heads, device=DEVICE), SCALE]
                 close(operation(*given, backend="triton").float(), exactly(operation, given), 4e-3)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0) if CUDA else True, reason="needs Hopper")
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_programs_that_merge_give_the_bits_of_two_kernels(monkeypatch, form):
+    """However columns are shared, again and again, and in replayed graphs; some splits are empty."""
+    seen = torch.tensor([[0], [129], [300]], device=DEVICE)
+    cases = (sparse_attention, csa(3, (form, form))), (hca_attention, hca(3, 1, 300, (form, form), seen=seen))
+    shared_out = kernels.shared_out
+    for tile in kernels.tile_shapes(False, form == "fp8", True, (9, 0)):
+        for splits in (2, 5, 10) if tile.copied else ():
+            monkeypatch.setattr(kernels, "plan", lambda *shape: (tile, splits))
+            for operation, args in cases:
+                monkeypatch.setattr(kernels, "shared_out", lambda *shape: None)
+                wanted = operation(*args, backend="triton")
+                monkeypatch.setattr(kernels, "shared_out", shared_out)
+                for parts in (8, 4, 2, 1):
+                    monkeypatch.setattr(kernels, "PARTS", parts)
+                    assert all(torch.equal(operation(*args, backend="triton"), wanted) for _ in range(20))
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        out = operation(*args, backend="triton")
+                    for _ in range(20):
+                        out.fill_(NAN)
+                        graph.replay()
+                        assert torch.equal(out, wanted)
 
 
 def test_rows_that_do_not_begin_at_16_bytes():

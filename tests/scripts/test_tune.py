@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from dsv4.kernels.chunked_prefill import Chunking
-from scripts import tune_attention, tune_experts, tune_fp8, tune_index, tune_prefill, tune_termination
+from scripts import tune_attention, tune_experts, tune_fp8, tune_index, tune_merging, tune_prefill, tune_termination
 
-SCRIPTS = tune_attention, tune_experts, tune_fp8, tune_index, tune_prefill, tune_termination
+SCRIPTS = tune_attention, tune_experts, tune_fp8, tune_index, tune_merging, tune_prefill, tune_termination
 
 
 def test_both_forms_of_attention_to_a_small_memory_are_tried():
