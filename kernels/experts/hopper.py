@@ -8,6 +8,8 @@ to 22 bits of a sum.
 One warp copies ahead, through a ring of stages of 128 columns. Two warpgroups multiply: each has 64 rows of either half
 of a tile. In the gate and up projection the halves are gate and up rows of the same 128 channels. More than 64 tokens
 are two groups, of which each half's codes are made once.
+
+The shared expert's tiles, of FP8 weights, come before those of the routed ones (`hopper_shared`).
 """
 
 from triton.experimental import gluon
@@ -16,7 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.experts.hopper_codes import BASE, LINES, SPREAD, e4m3_words, operand
-from dsv4.kernels.experts.triton_decode import swiglu
+from dsv4.kernels.experts.hopper_shared import (
+    copy_block,
+    copy_blocks_ahead,
+    put_shared,
+    shared_place,
+    shared_products,
+    shared_tiles,
+)
+from dsv4.kernels.experts.triton_decode import after, swiglu
 from dsv4.kernels.quantize.triton_codes import e4m3_exponent, magnitude, narrow, power_of_two, rounded, widen
 
 ROWS = gl.constexpr(128)  # of a half
@@ -74,36 +84,58 @@ def copy_tokens(X, XS, tokens, factors, ready, row, k, stage):
 
 
 @gluon.jit
-def copies(W, S, X, XS, TABLE, blocks, memory, barriers, O: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr):
+def copies(
+    W, S, X, XS, TABLE, blocks, beside, memory, barriers, O: gl.constexpr, K: gl.constexpr, O_S: gl.constexpr,
+    K_S: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
     """The warp that copies: for each tile of this program, a stage after the other."""
-    codes, scales, tokens, factors = memory
+    codes, scales, tokens, factors, fp8 = memory
     held, ready, free = barriers
     STAGES: gl.constexpr = free.shape[0]
     RING: gl.constexpr = scales.shape[0] // 2
     TILES: gl.constexpr = O // (2 * ROWS)
     HEIGHT: gl.constexpr = ROWS if GATED else 2 * ROWS
     APART: gl.constexpr = O // 2 if GATED else ROWS
+    T: gl.constexpr = tokens.shape[1]
     AHEAD: gl.constexpr = 0 if GATED else min(STAGES, K // BLOCK)
+    AHEAD_S: gl.constexpr = 0 if GATED else min(STAGES, 2 * K_S // BLOCK)
     if GATED:
         gdc_wait()
     program, programs = gl.program_id(0), gl.num_programs(0)
-    tiles = gl.load(TABLE, cache_modifier=".cg") * TILES
+    shared = shared_tiles(beside, T, O_S)
+    tiles, own = gl.load(TABLE, cache_modifier=".cg") * TILES, after(shared)
     if AHEAD > 0:
         # Weights are no results. The table is complete: the kernel before this one has read it.
-        if program < tiles:
-            e, first, count, x_row = block_of(TABLE, blocks, program // TILES)
-            row = e * O + program % TILES * HEIGHT
+        if beside[0] is not None:
+            copy_blocks_ahead(beside, fp8, held, program, shared, T, AHEAD_S, GATED)
+        if program >= shared and own < tiles:
+            e, first, count, x_row = block_of(TABLE, blocks, own // TILES)
+            row = e * O + own % TILES * HEIGHT
             for k in gl.static_range(AHEAD):
                 copy_weights(W, S, codes, scales, held, row, APART, k, k, k // GROUPS)
     if not GATED:
         gdc_wait()
-    i = 0
-    for tile in range(program, tiles, programs):
+    i, ahead = 0, gl.where(program < shared, AHEAD_S, AHEAD)
+    if beside[0] is not None:
+        for tile in range(program, shared, programs):
+            row, other, token, count, x_row = shared_place(beside, tile, T, GATED)
+            for k in range(K_S // BLOCK):
+                for half in gl.static_range(2):
+                    stage = i % STAGES
+                    if i >= ahead:
+                        mbarrier.wait(free.index(stage), (i // STAGES + 1) & 1)
+                        copy_block(beside, fp8, held, row, other, k, half, stage)
+                    if half == 0:
+                        copy_tokens(X, XS, tokens, factors, ready, x_row, k, stage)
+                    else:
+                        mbarrier.arrive(ready.index(stage))  # both halves multiply the same tokens
+                    i += 1
+    for tile in range(own, tiles, programs):
         e, first, count, x_row = block_of(TABLE, blocks, tile // TILES)
         row = e * O + tile % TILES * HEIGHT
         for k in range(K // BLOCK):
             stage = i % STAGES
-            if i >= AHEAD:
+            if i >= ahead:
                 # As scales of four stages outlive their stage, their ring holds up to three stages more.
                 mbarrier.wait(free.index(stage), (i // STAGES + 1) & 1)
                 copy_weights(W, S, codes, scales, held, row, APART, k, stage, i // GROUPS % RING)
@@ -115,7 +147,7 @@ def copies(W, S, X, XS, TABLE, blocks, memory, barriers, O: gl.constexpr, K: gl.
 def products(i, top, other, memory, barriers, K: gl.constexpr, T: gl.constexpr, D: gl.constexpr, A: gl.constexpr):
     """Sums fp32 [128, T] of either half of a tile, without the powers of two of the rows, of one group; and the number
     of the next stage. i: number of the first stage since the program began. top, other: as `largest` gives them."""
-    codes, scales, tokens, factors = memory
+    codes, scales, tokens, factors, fp8 = memory
     held, ready, free = barriers
     STAGES: gl.constexpr = free.shape[0]
     RING: gl.constexpr = scales.shape[0] // 2
@@ -152,7 +184,7 @@ def products_of_two(i, top, other, memory, barriers, K: gl.constexpr, D: gl.cons
     The codes of one half multiply both groups, while those of the other half are made. More codes, beside the sums, do
     not fit in registers.
     """
-    codes, scales, tokens, factors = memory
+    codes, scales, tokens, factors, fp8 = memory
     held, ready, free = barriers
     STAGES: gl.constexpr = free.shape[0]
     RING: gl.constexpr = scales.shape[0] // 2
@@ -212,8 +244,8 @@ def halves(codes, scales, stage, group, block, top, other):
 
 @gluon.jit
 def results(
-    TOP, order, out, limit, memory, barriers, O: gl.constexpr, K: gl.constexpr, GATED: gl.constexpr, T: gl.constexpr,
-    DTYPE: gl.constexpr,
+    TOP, order, beside, out, limit, memory, barriers, O: gl.constexpr, K: gl.constexpr, O_S: gl.constexpr,
+    K_S: gl.constexpr, WIDTH: gl.constexpr, GATED: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups that multiply, tile by tile."""
     TABLE, ORDER, ROUTING, blocks = order
@@ -224,10 +256,20 @@ def results(
     HEIGHT: gl.constexpr = ROWS if GATED else 2 * ROWS
     APART: gl.constexpr = O // 2 if GATED else ROWS
     program, programs = gl.program_id(0), gl.num_programs(0)
-    tiles, i = gl.load(TABLE, cache_modifier=".cg") * TILES, 0
-    if tiles > program:
-        top, other = largest(TOP, TABLE, program, O, TILES, HEIGHT, APART)
-        for tile in range(program, tiles, programs):
+    tiles, i, shared = gl.load(TABLE, cache_modifier=".cg") * TILES, 0, shared_tiles(beside, T, O_S)
+    if beside[0] is not None:
+        for tile in range(program, shared, programs):
+            row, other, token, count, x_row = shared_place(beside, tile, T, GATED)
+            acc, more, i = shared_products(i, beside, row, other, memory, barriers, K_S, T, D)
+            if GATED:
+                gate(acc, more, token, count, x_row, None, None, out, row, limit, WIDTH, T, DTYPE)
+            else:
+                put_shared(acc, token, count, beside[4], row, O, T)
+                put_shared(more, token, count, beside[4], other, O, T)
+    own = after(shared)
+    if tiles > own:
+        top, other = largest(TOP, TABLE, own, O, TILES, HEIGHT, APART)
+        for tile in range(own, tiles, programs):
             if T > MOST:
                 sums, i = products_of_two(i, top, other, memory, barriers, K, D, A)
             else:
@@ -242,10 +284,10 @@ def results(
                 if GATED:
                     if T > MOST:
                         acc, more = turned(acc, DTYPE), turned(more, DTYPE)
-                    gate(acc, more, at, left, x_at, ORDER, ROUTING, out, row, limit, O // 2, N, DTYPE)
+                    gate(acc, more, at, left, x_at, ORDER, ROUTING, out, row, limit, WIDTH, N, DTYPE)
                 else:
-                    put(acc, at, left, ORDER, out, row, O, N)
-                    put(more, at, left, ORDER, out, row + ROWS, O, N)
+                    put(acc, at, left, ORDER, out[0], row, O, N)
+                    put(more, at, left, ORDER, out[0], row + ROWS, O, N)
             top, other = next_top, next_other
 
 
@@ -273,23 +315,27 @@ def turned(y, DTYPE: gl.constexpr):
 
 @gluon.jit
 def gate(
-    g, up, first, count, x_row, ORDER, ROUTING, out, row, limit, I: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr
-):
-    """routing weight · swiglu, rounded to E4M3 with a scale for the tile's 128 columns: codes by places and scales, as
-    x of the next product."""
+    g, up, first, count, x_row, ORDER, ROUTING, out, row, limit, WIDTH: gl.constexpr, T: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """routing weight · swiglu, rounded to E4M3 with a scale for the tile's 128 columns: codes and scales, as x of the
+    next product. Codes are by places; without routing weights, which is the shared expert, they are in order."""
     OUT, SCALE, stride = out
     n = gl.arange(0, T, gl.SliceLayout(0, g.type.layout))
-    pair = pairs(ORDER, first, n, count)
     # y is in x.dtype; h = clamped_swiglu(gate, up, limit).mul_(weights).to(x.dtype)
     h = swiglu(rounded(g, DTYPE), rounded(up, DTYPE), limit)
-    h = rounded(h * gl.load(ROUTING + pair, mask=n < count, other=0.0)[None, :], DTYPE)
+    if ROUTING is not None:
+        h *= gl.load(ROUTING + pairs(ORDER, first, n, count), mask=n < count, other=0.0)[None, :]
+    h = rounded(h, DTYPE)
     exponent = e4m3_exponent(gl.max(magnitude(h), 0))
     gl.store(SCALE + row // BLOCK * stride + x_row + n, power_of_two(exponent), mask=n < count)
     codes = (h * power_of_two(-exponent)[None, :]).to(gl.float8e4nv).to(gl.uint8, bitcast=True)
-    codes = gl.permute(gl.reshape(gl.permute(codes, (1, 0)), [T, 4, 8, 4]), (0, 2, 1, 3))
+    codes = gl.permute(codes, (1, 0))
+    if ROUTING is not None:
+        codes = gl.permute(gl.reshape(codes, [T, 4, 8, 4]), (0, 2, 1, 3))
     codes = gl.convert_layout(gl.reshape(codes, [T, ROWS]), BYTE_ROWS)
     t, c = gl.arange(0, T, gl.SliceLayout(1, BYTE_ROWS)), gl.arange(0, ROWS, gl.SliceLayout(0, BYTE_ROWS))
-    at = OUT + (x_row + t).to(gl.int64)[:, None] * I
+    at = OUT + (x_row + t).to(gl.int64)[:, None] * WIDTH
     gl.store(at + (row + c)[None, :], codes, mask=(t < count)[:, None])
 
 
@@ -305,19 +351,19 @@ def pairs(ORDER, first, n, count):
 
 
 @gluon.jit
-def put(y, first, count, ORDER, out, row, O: gl.constexpr, T: gl.constexpr):
+def put(y, first, count, ORDER, OUT, row, O: gl.constexpr, T: gl.constexpr):
     """Rows of the pairs of OUT [P, O]: columns row … row + 128."""
-    OUT, SCALE, stride = out
     y = gl.convert_layout(gl.permute(narrow(y, OUT.dtype.element_ty), (1, 0)), BF16_ROWS)
     t, c = gl.arange(0, T, gl.SliceLayout(1, BF16_ROWS)), gl.arange(0, ROWS, gl.SliceLayout(0, BF16_ROWS))
     pair = pairs(ORDER, first, t, count).to(gl.int64)
     gl.store(OUT + (pair * O)[:, None] + (row + c)[None, :], y, mask=(t < count)[:, None])
 
 
-@gluon.jit(do_not_specialize=["blocks", "stride"])
+@gluon.jit(do_not_specialize=["blocks", "stride", "N", "base"])
 def product(
-    W, S, X, XS, TOP, TABLE, ORDER, ROUTING, OUT, SCALE, blocks, stride, limit, O: gl.constexpr, K: gl.constexpr,
-    T: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, DTYPE: gl.constexpr,
+    W, S, X, XS, TOP, TABLE, ORDER, ROUTING, OUT, SCALE, W1, W3, S1, S3, YS, N, base, blocks, stride, limit,
+    O: gl.constexpr, K: gl.constexpr, O_S: gl.constexpr, K_S: gl.constexpr, WIDTH: gl.constexpr, T: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """Products of experts' matrices [O, K] with their tokens, of which programs take tiles in turn.
 
@@ -325,14 +371,21 @@ def product(
     X, XS, TABLE: codes, scales and table of `hopper_order.arrange`, T rows a copy. TOP uint8 [E, O]: see
     `largest_scales`. ORDER: see `triton_order`; None: pairs are in order.
 
-    GATED: rows are those of gates, then of ups. OUT uint8 [rows of X, O / 2] and SCALE fp32 [O / 256, `stride`] are x
-    of the next product: routing weight · SwiGLU, after roundings to DTYPE, in E4M3. ROUTING fp32 [P]. Otherwise OUT is
-    [P, O], a row a pair, in its dtype.
+    GATED: rows are those of gates, then of ups. OUT uint8 [rows of X, WIDTH] and SCALE fp32 [WIDTH / 128, `stride`] are
+    x of the next product: routing weight · SwiGLU, after roundings to DTYPE, in E4M3. ROUTING fp32 [P]. Otherwise OUT
+    is [P, O], a row a pair, in its dtype.
+
+    W1, W3 unless None: codes of the shared expert's gate and up rows, 128 × 128 a copy; not GATED, both of its down
+    projection. O_S: rows of both halves of its tiles, K_S their columns. S1, S3: scales of blocks, fp32 or E8M0. x of
+    its N tokens is in rows `base` … of X, and its results are those of OUT and SCALE; not GATED, YS fp32 [N, O].
 
     The kernel after the gated one may start early, and copies weights while this one ends.
     """
     RING: gl.constexpr = (STAGES + 2 * GROUPS - 2) // GROUPS
-    codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS, WORDS], W.layout)
+    # The same memory holds codes of either kind.
+    FP8: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    fp8 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, BLOCK], FP8)
+    codes = fp8._reinterpret(gl.int32, [2 * STAGES, ROWS, WORDS], W.layout)
     scales = gl.allocate_shared_memory(gl.int32, [2 * RING, ROWS, GROUPS], S.layout)
     tokens = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, T, BLOCK], X.layout)
     factors = gl.allocate_shared_memory(gl.float32, [STAGES, 1, XS.block_type.shape[1]], XS.layout)
@@ -346,12 +399,12 @@ def product(
     if GATED:
         gdc_wait()
         gdc_launch_dependents()
-    memory, barriers = (codes, scales, tokens, factors), (held, ready, free)
-    order, out = (TABLE, ORDER, ROUTING, blocks), (OUT, SCALE, stride)
+    memory, barriers = (codes, scales, tokens, factors, fp8), (held, ready, free)
+    order, out, beside = (TABLE, ORDER, ROUTING, blocks), (OUT, SCALE, stride), (W1, W3, S1, S3, YS, N, base)
     gl.warp_specialize(
         [
-            (results, (TOP, order, out, limit, memory, barriers, O, K, GATED, T, DTYPE)),
-            (copies, (W, S, X, XS, TABLE, blocks, memory, barriers, O, K, GATED)),
+            (results, (TOP, order, beside, out, limit, memory, barriers, O, K, O_S, K_S, WIDTH, GATED, T, DTYPE)),
+            (copies, (W, S, X, XS, TABLE, blocks, beside, memory, barriers, O, K, O_S, K_S, GATED)),
         ],
         [1],
         [24],

@@ -1,6 +1,7 @@
 """Launches of `hopper`: MXFP4 experts of tokens rounded to FP8, for any number of tokens."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -8,15 +9,20 @@ from dsv4.kernels.descriptors import TYPES, described
 from dsv4.kernels.experts import hopper
 from dsv4.kernels.experts.hopper_order import arrange
 from dsv4.kernels.experts.triton_order import sort_pairs
-from dsv4.kernels.experts.triton_stream import Routed
+from dsv4.kernels.experts.triton_stream import Routed, Shared
 from dsv4.kernels.launch import capability, processors
 from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.linear.triton_weights import Held
 
 TOKENS = (8, 16, 32, 64, 128)  # of a tile, at most; sums of more do not fit in registers
+MOST = hopper.MOST.value  # of a tile beside those of a shared expert: tokens of a group
 STAGES = {8: 12, 16: 11, 32: 10, 64: 8, 128: 6}  # by tokens of a tile, as many as fit in shared memory
 ALIGNED = 32  # fp32 that a copy at least has, because each begins at a multiple of 128 bytes of shared memory
 DTYPES = (torch.bfloat16,)  # of x
+# Tokens up to which the shared expert's tiles are in the launches of the routed ones. Its weights are read again for
+# each tile of tokens, so more tokens are better served by products of their own.
+BESIDE = 64
+BLOCK = 128  # rows and columns of a block of the shared expert's scales
 
 
 def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
@@ -30,6 +36,13 @@ def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
     return next((top for top in tops if isinstance(top, Unfit)), None)
 
 
+def joins(x: torch.Tensor, shared: Shared) -> bool:
+    """Whether `multiply_codes` takes this shared expert beside routed ones that it takes."""
+    fits = lambda h: h.format == "fp8" and h.block == (BLOCK, BLOCK) and h.weight.dim() == 2 and not h.exact_sums
+    whole = not (shared.w2.K % (2 * BLOCK) or shared.w2.O % (2 * BLOCK) or shared.w1.K % (2 * BLOCK))
+    return len(x) <= BESIDE and whole and all(fits(h) and not h.weight.data_ptr() % 16 for h in shared)
+
+
 def tile_tokens(P: int, E: int) -> int:
     """Tokens of a tile, of P pairs of E experts: as many as an expert has on average, and one standard deviation of
     pairs that are independent. (`scripts/tune_experts.py` on an H200: with 6 pairs an expert 16 are faster than 8, with
@@ -38,18 +51,53 @@ def tile_tokens(P: int, E: int) -> int:
     return next((t for t in TOKENS if t >= mean + math.sqrt(mean)), TOKENS[-1])
 
 
-def multiply_codes(x: torch.Tensor, routed: Routed, limit: float) -> torch.Tensor:
-    """Rows of the pairs [P, d] in x.dtype, as of `tile_experts` with `simulate`. Only if `unfit` finds no reason."""
+def multiply_codes(
+    x: torch.Tensor, routed: Routed, limit: float, shared: Shared | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of the pairs [P, d] in x.dtype, as of `tile_experts` with `simulate`, and of the shared expert fp32 [N, d].
+    Only if `unfit` finds no reason, and with a shared expert that `joins`.
+
+    Tokens have the same bits in any number of tokens; the shared expert's, in any that it joins.
+    """
     indices, routing, w13, w2 = routed
-    P, I, E = indices.numel(), w2.K, w13.stack
-    T, out = tile_tokens(P, E), torch.empty(P, x.shape[1], dtype=x.dtype, device=x.device)
-    order, table, _ = (None, None, None) if len(x) == 1 else sort_pairs(indices, E, T)
-    codes, scales, table = arrange(x, indices, order, table, T)
-    inner = torch.empty(len(codes), I, dtype=torch.float8_e4m3fn, device=x.device)
-    inner_scales = torch.empty(I // 128, len(codes), dtype=torch.float32, device=x.device)
-    _product(codes, scales, w13, order, table, routing, inner.view(torch.uint8), inner_scales, limit, T, x.dtype)
-    _product(inner, inner_scales, w2, order, table, None, out, None, 0.0, T, x.dtype)
-    return out
+    (N, d), P, E = x.shape, indices.numel(), w13.stack
+    T = tile_tokens(P, E) if shared is None else min(tile_tokens(P, E), MOST)
+    order, table, _ = (None, None, None) if N == 1 else sort_pairs(indices, E, T)
+    codes, scales, table, base = arrange(x, indices, order, table, T, shared is not None)
+    width = w2.K if shared is None else max(w2.K, shared.w2.K)
+    inner = torch.empty(len(codes), width, dtype=torch.float8_e4m3fn, device=x.device)
+    inner_scales = torch.empty(width // BLOCK, len(codes), dtype=torch.float32, device=x.device)
+    out, ys = torch.empty(P, d, dtype=x.dtype, device=x.device), None
+    first = second = None
+    if shared is not None:
+        ys = torch.empty(N, d, dtype=torch.float32, device=x.device)
+        first, second = Beside(shared.w1, shared.w3, None, base, N), Beside(shared.w2, shared.w2, ys, base, N)
+    to = inner.view(torch.uint8), inner_scales
+    _product(codes, scales, w13, order, table, routing, to, first, float(limit), T, x.dtype)
+    _product(inner, inner_scales, w2, order, table, None, (out, None), second, 0.0, T, x.dtype)
+    return out, ys
+
+
+class Beside(NamedTuple):
+    """The shared expert's part of a launch: weights of either half of its tiles, fp32 [N, d] for its results unless it
+    is gated, and the first row of its tokens in x."""
+
+    first: Held
+    second: Held
+    out: torch.Tensor | None
+    row: int
+    tokens: int
+
+    @property
+    def given(self) -> tuple:
+        described_ = lambda h: described(h.weight, BLOCK, BLOCK)
+        both = described_(self.first), described_(self.second), self.first.scale, self.second.scale
+        return *both, self.out, self.tokens, self.row
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows of both halves of all tiles, and columns."""
+        return self.first.O * (2 if self.out is None else 1), self.first.K
 
 
 def _product(
@@ -59,8 +107,8 @@ def _product(
     order: torch.Tensor | None,
     table: torch.Tensor,
     routing: torch.Tensor | None,
-    out: torch.Tensor,
-    out_scales: torch.Tensor | None,
+    to: tuple[torch.Tensor, torch.Tensor | None],
+    beside: Beside | None,
     limit: float,
     T: int,
     dtype: torch.dtype,
@@ -76,13 +124,15 @@ def _product(
         table,
         order,
         routing,
-        out,
-        out_scales,
+        *to,
+        *(beside.given if beside else (None, None, None, None, None, 0, 0)),
         (table.numel() - 1) // 4,
         scales.shape[1],
-        float(limit),
+        limit,
         w.O,
         w.K,
+        *(beside.sizes if beside else (2 * BLOCK, 2 * BLOCK)),
+        to[0].shape[1],
         T,
         STAGES[T],
         routing is not None,

@@ -40,39 +40,54 @@ def place_of(column: torch.Tensor) -> torch.Tensor:
 
 
 def arrange(
-    x: torch.Tensor, indices: torch.Tensor, order: torch.Tensor | None, table: torch.Tensor | None, T: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    order: torch.Tensor | None,
+    table: torch.Tensor | None,
+    T: int,
+    beside: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
     """x [N, K], experts int64 [N, k] and what `sort_pairs` gives for blocks of T → (codes float8_e4m3fn [rows, K],
-    scales fp32 [K / 128, rows], table int32 [1 + 4·BLOCKS]). Without an order and a table each pair is a block.
+    scales fp32 [K / 128, rows], table int32 [1 + 4·BLOCKS], rows of the pairs). Without an order and a table each pair
+    is a block.
 
-    A row of codes has its columns by `place_of`, and scales are those of `simulate_fp8_blocks`. The table has no blocks
+    A pair's row of codes has its columns by `place_of`, and scales are those of `simulate_fp8_blocks`. `beside` them,
+    all tokens follow in their order, with their columns in order, for an expert of every token. The table has no blocks
     of no expert between others. Beside what `triton_order` says of it, it lists the first row of each block.
     """
-    K, P, each = x.shape[1], indices.numel(), indices.shape[1]
+    (N, K), P, each = x.shape, indices.numel(), indices.shape[1]
     blocks = P if table is None else (table.numel() - 1) // 3
-    rows = rows_of(P, blocks)
+    own = rows_of(P, blocks)
+    rows = own + (triton.cdiv(N, APART) * APART if beside else 0)
     codes = torch.empty(rows, K, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(K // BLOCK, rows, dtype=torch.float32, device=x.device)
     listed = torch.empty(1 + 4 * blocks, dtype=torch.int32, device=x.device)
     height, early = min(HEIGHT, T), dependent_launch(x.device)
     columns = COLUMNS if K % COLUMNS == 0 else BLOCK
-    _arrange[(1 + blocks * triton.cdiv(T, height), K // columns)](
-        x, x.stride(0), indices, order, table, listed, codes.view(torch.uint8), scales, blocks, rows, each, K, T,
-        height, columns, CHUNK, early, num_warps=4, launch_pdl=early,
+    programs = 1 + blocks * triton.cdiv(T, height) + (triton.cdiv(N, height) if beside else 0)
+    _arrange[(programs, K // columns)](
+        x, x.stride(0), indices, order, table, listed, codes.view(torch.uint8), scales, N, own, blocks, rows, each, K,
+        T, height, columns, CHUNK, early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
-    return codes, scales, listed
+    return codes, scales, listed, own
 
 
-@triton.jit(do_not_specialize=["blocks", "rows"])
+@triton.jit(do_not_specialize=["N", "own", "blocks", "rows"])
 def _arrange(
-    X, x_stride, INDICES, ORDER, TABLE, LISTED, CODES, SCALES, blocks, rows, EACH: tl.constexpr, K: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    X, x_stride, INDICES, ORDER, TABLE, LISTED, CODES, SCALES, N, own, blocks, rows, EACH: tl.constexpr,
+    K: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Programs: one that lists, those of R rows of a block, and those of R tokens beside the pairs."""
     begin(EARLY)
     found = blocks if TABLE is None else tl.load(TABLE)
+    token = (tl.program_id(0) - 1 - blocks * (T // R)) * R
     if tl.program_id(0) == 0:
         if tl.program_id(1) == 0:
             _list(INDICES, TABLE, LISTED, found, blocks, CHUNK)
+    elif token >= 0:
+        n = token + tl.arange(0, R)
+        at = X + n.to(tl.int64) * x_stride
+        _quantise(at, CODES, SCALES, own + n, n < N, rows, K, R, C, False)
     else:
         tile = tl.program_id(0) - 1
         b, t = tile // (T // R), tile % (T // R) * R + tl.arange(0, R)
@@ -86,9 +101,8 @@ def _arrange(
                     pair = tl.where(t < count, first + t, 0).to(tl.int64)
                 else:
                     pair = tl.load(ORDER + first + t, mask=t < count, other=0).to(tl.int64)
-                _quantise(
-                    X + pair // EACH * x_stride, CODES, SCALES, _row(first, b) + t, t < count, rows, K, R, C
-                )  # fmt: skip
+                at = X + pair // EACH * x_stride
+                _quantise(at, CODES, SCALES, _row(first, b) + t, t < count, rows, K, R, C, True)
 
 
 @triton.jit
@@ -120,14 +134,18 @@ def _list(INDICES, TABLE, LISTED, found, blocks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _quantise(X, CODES, SCALES, row, live, rows, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """C columns of the rows X [R] points to."""
+def _quantise(
+    X, CODES, SCALES, row, live, rows, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PLACED: tl.constexpr
+):
+    """C columns of the rows X [R] points to; by `place_of` if PLACED."""
     c = tl.program_id(1) * C + tl.arange(0, C)
     x = widen(tl.load(X[:, None] + c[None, :], mask=live[:, None], other=0.0))
     x = tl.reshape(x, [R, C // 128, 128])
     exponent = e4m3_exponent(tl.max(magnitude(x), 2))
     x *= power_of_two(-exponent)[:, :, None]
-    codes = tl.permute(tl.reshape(e4m3_bytes(x), [R, C // 128, 4, 8, 4]), (0, 1, 3, 2, 4))
+    codes = e4m3_bytes(x)
+    if PLACED:
+        codes = tl.permute(tl.reshape(codes, [R, C // 128, 4, 8, 4]), (0, 1, 3, 2, 4))
     tl.store(CODES + row.to(tl.int64)[:, None] * K + c[None, :], tl.reshape(codes, [R, C]), mask=live[:, None])
     block = tl.program_id(1) * (C // 128) + tl.arange(0, C // 128)
     tl.store(SCALES + block[None, :] * rows + row[:, None], power_of_two(exponent), mask=live[:, None])

@@ -5,7 +5,8 @@ once for all tokens of an expert (`triton_decode`): sort, gate and up projection
 token needs no sort. More tokens, and weights that cannot be streamed, go step by step through tiles (`triton_prefill`).
 
 In official numerics Hopper multiplies the codes themselves (`hopper_launch`), for any number of tokens: a token alone
-has the bits that it has among others, so that text with drafts is that of plain decoding.
+has the bits that it has among others, so that text with drafts is that of plain decoding. With up to
+`hopper_launch.BESIDE` tokens that holds for the shared expert too, in FP8, whose tiles are in the same launches.
 """
 
 from typing import Any
@@ -90,16 +91,18 @@ def _mixture(
     coded = pairs is not None and simulate and hopper_launch.unfit(x, pairs) is None
     few = pairs is not None and not coded and (N <= TOKENS or pairs.indices.numel() <= MEAN * pairs.w13.stack)
     streams = few and pairs.streams
-    fused = beside is not None and beside.streams and N <= (BESIDE if streams else TOKENS)
+    joined = coded and beside is not None and simulate_shared and hopper_launch.joins(x, beside)
+    fused = beside is not None and not joined and beside.streams and N <= (BESIDE if streams else TOKENS)
     y = ys = None
     if streams or fused:
         given = pairs if streams else None, beside if fused else None
         y, ys = stream_experts(x, *given, limit, simulate, simulate_shared)
     if coded:
-        y = hopper_launch.multiply_codes(x, pairs, limit)
+        y, of_shared = hopper_launch.multiply_codes(x, pairs, limit, beside if joined else None)
+        ys = of_shared if joined else ys
     elif pairs is not None and not streams:
         y = tile_experts(name, x, pairs, limit, simulate)
-    if shared is not None and not fused:
+    if shared is not None and not fused and not joined:
         ys = tile_shared(name, x, shared, limit, simulate_shared)
     if pairs is None:
         return ys

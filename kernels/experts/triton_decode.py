@@ -32,7 +32,7 @@ def _ids(ORDER, first, n, count):
 
 
 @triton.jit
-def _after(shared):
+def after(shared):
     """The first tile of a program after the `shared` tiles, which programs take in turn."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     return program + tl.cdiv(tl.maximum(shared - program, 0), programs) * programs - shared
@@ -234,7 +234,7 @@ def gate_up(
         launch_dependents(THEN)
         ROWS: tl.constexpr = (I + 4 * RH - 1) // (4 * RH)
         found = blocks if TABLE is None else tl.load(TABLE)
-        for tile in range(_after(shared), found * ROWS, programs):
+        for tile in range(after(shared), found * ROWS, programs):
             e, first, count = _block(TABLE, INDICES, tile // ROWS, blocks)
             if e >= 0:
                 w = W + e.to(tl.int64) * WORDS
@@ -472,7 +472,7 @@ def down(
     if W is not None:  # which experts there are was known before `gate_up` let this kernel start
         ROWS: tl.constexpr = (D + 8 * RH - 1) // (8 * RH)
         found = blocks if TABLE is None else tl.load(TABLE, cache_modifier=".cg")
-        for tile in range(_after(shared), found * ROWS, programs):
+        for tile in range(after(shared), found * ROWS, programs):
             e, first, count = _block(TABLE, INDICES, tile // ROWS, blocks)
             if e >= 0:
                 s = None if S is None else S + e.to(tl.int64) * SCALES
