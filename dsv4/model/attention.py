@@ -82,7 +82,7 @@ class WindowAttention(Module):
         qr, q = self.queries(given, step)
         window = step.parts.window(self, given, step, cache.window)
         o = self._attend(given, qr, q, window, cache.window.last(step, self.W), step, cache)
-        o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups)
+        o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups, self.wo_b)
         return self.wo_b(o) if self.ranks.size == 1 else self.wo_b(o, exact=True)
 
     def maps(self, step: Step) -> list[Map]:

@@ -123,9 +123,11 @@ def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False)
     return op.topk_entries(op.index_scores(q, weights, keys, visible), k)
 
 
-def project_heads(op, o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int) -> torch.Tensor:
+def project_heads(
+    op, o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int, coded: bool = False
+) -> torch.Tensor | CodedRows:
     """Output heads o [N, H, D], rotated by cis complex64 [N, d/2] (the inverse rotation), through the grouped
-    projection w [G·R, H·D/G] → [N, G·R]. May overwrite o."""
+    projection w [G·R, H·D/G] → [N, G·R]. May overwrite o. coded: the result may be `CodedRows`."""
     heads = op.rotate(o, cis.unsqueeze(1)).flatten(1).unflatten(1, (groups, -1))
     return op.grouped_linear(heads, w).flatten(1)
 

@@ -23,7 +23,7 @@ from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_
 from dsv4.kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held, check, hold
 from dsv4.kernels.linear.triton_words import launch_dependents
-from dsv4.kernels.quantize.coded import FEWEST, CodedRows, plain
+from dsv4.kernels.quantize.coded import FEWEST, CodedRows, plain, scales_of
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import narrow
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
@@ -45,7 +45,7 @@ def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Te
 
 def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     N, G, K = x.shape
-    return grouped("grouped_linear", x.reshape(N, G * K), None, 0, w, G).view(N, G, w.out_features // G)
+    return plain(grouped("grouped_linear", x.reshape(N, G * K), None, 0, w, G)).view(N, G, w.out_features // G)
 
 
 linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.grouped_linear.__doc__
@@ -140,9 +140,15 @@ def multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
 
 
 def grouped(
-    name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: PackedWeight, groups: int
-) -> torch.Tensor:
-    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
+    name: str,
+    x: torch.Tensor,
+    cis: torch.Tensor | None,
+    head: int,
+    w: PackedWeight,
+    groups: int,
+    coded: bool = False,
+) -> torch.Tensor | CodedRows:
+    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R]; if `coded` with codes, where they cost no launch.
 
     cis fp32 [N, d], few tokens or `turns_within` only: the last d columns of each head of `head` columns are rotated in
     the kernel.
@@ -159,8 +165,11 @@ def grouped(
     if not (N <= TOKENS and h.streams):
         turned = 0 if cis is None else cis.shape[1]
         if batch.turns_within(h, x, groups, head, turned):
-            batch.tiles(x, None, 0.0, [h], [out], [False], groups=groups, turns=cis, head=head)
-            return out
+            made = None
+            if coded and batch.codes_within(h, x, groups):
+                made = CodedRows(out, torch.empty(N, h.O, dtype=torch.uint8, device=x.device), scales_of(out))
+            batch.tiles(x, None, 0.0, [h], [out], [False], groups=groups, turns=cis, head=head, coded=made)
+            return out if made is None else made
         if turned:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
         if dense.takes(x, h, out):
