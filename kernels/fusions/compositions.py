@@ -114,13 +114,14 @@ def finish_entries(op, entries: torch.Tensor, cis: torch.Tensor, simulate: str |
     return op.simulate_fp4_blocks(op.hadamard(entries), INDEX_KEY_BLOCK) if simulate == "key" else entries
 
 
-def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False) -> torch.Tensor:
+def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False, run: int = 0) -> torch.Tensor:
     """The k best entries of each query by index score: `topk_entries` of `index_scores`, int64 [B, T, min(k, n)].
 
     rounded: the caller knows that q, and keys that are not packed, were rounded by `simulate_fp4_blocks` (a hint that
-    may be ignored).
+    may be ignored). run: an entry of batch row b is given as row b · run + entry of a pool.
     """
-    return op.topk_entries(op.index_scores(q, weights, keys, visible), k)
+    entry = op.topk_entries(op.index_scores(q, weights, keys, visible), k)
+    return chosen_rows(op, entry, run).view_as(entry) if run else entry
 
 
 def project_heads(
