@@ -7,12 +7,18 @@ compressed entries.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dsv4.kernels.cache_rows import PAGE, PackedRows, decode_rows, read_rows, write_rows
 from dsv4.model.step import Step
+
+
+class ChosenRows(NamedTuple):
+    """Entries that were chosen, as rows int64 [N, K] of their pool, −1 absent."""
+
+    rows: torch.Tensor
 
 
 class Rows:
@@ -63,6 +69,11 @@ class Rows:
         the model's backend."""
         return self.flat, torch.where(numbers < 0, -1, self.index(step, numbers)).flatten(0, 1)
 
+    def run(self, step: Step) -> int:
+        """Row b · run + i of the pool holds number i of the step's row b, one of several; 0: another does, or `chosen`
+        has more to do."""
+        return 0
+
     def held(self) -> torch.Tensor:
         """All rows of a pool that batch rows do not share, [batch, n, width], in fp32 where they are packed."""
         raise NotImplementedError
@@ -109,6 +120,9 @@ class Linear(Rows):
         if step.first == 0 and step.B == 1:
             return self.flat, numbers.flatten(0, 1)
         return super().chosen(step, numbers, op)
+
+    def run(self, step: Step) -> int:
+        return self.n if step.captured and step.B > 1 else 0
 
     def held(self) -> torch.Tensor:
         return decode_rows(self.buffer) if self.packed else self.buffer
@@ -252,6 +266,14 @@ class Entries(Numbered):
         """All entries [batch, n, width], in fp32 where they are packed."""
         return self.rows.held()
 
-    def chosen(self, step: Step, entry: torch.Tensor, op=None) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
+    def run(self, step: Step) -> int:
+        """`Rows.run`, by which `ChosenRows` of the step may be made."""
+        return self.rows.run(step)
+
+    def chosen(
+        self, step: Step, entry: torch.Tensor | ChosenRows, op=None
+    ) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         """entry int64 [B, T, K] (−1 absent) → a pool of rows and its rows int64 [B·T, K] (−1 absent)."""
+        if isinstance(entry, ChosenRows):
+            return self.rows.flat, entry.rows
         return self.rows.chosen(step, entry, op)

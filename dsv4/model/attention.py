@@ -13,6 +13,7 @@ reads, `IndexerKeyCompressor` the keys that the lightning indexer scores (eqs. 1
 import torch
 
 from dsv4.cache.layer import CompressorCache, LayerCache
+from dsv4.cache.rows import ChosenRows
 from dsv4.errors import MissingSelection
 from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.fusions.compositions import KV_BLOCK, pool_windows
@@ -82,7 +83,7 @@ class WindowAttention(Module):
         qr, q = self.queries(given, step)
         window = step.parts.window(self, given, step, cache.window)
         o = self._attend(given, qr, q, window, cache.window.last(step, self.W), step, cache)
-        o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups)
+        o = step.parts.project_heads(self.op, o, step.inverse_cis(self.base), self.wo_a, self.groups, self.wo_b)
         return self.wo_b(o) if self.ranks.size == 1 else self.wo_b(o, exact=True)
 
     def maps(self, step: Step) -> list[Map]:
@@ -122,9 +123,9 @@ class WindowAttention(Module):
         step.parts.finish(self.op, step)
         return self.attend(q, window, window_index, selection, step, cache)
 
-    def select(self, x, qr, step: Step, cache: LayerCache) -> torch.Tensor | None:
-        """Write the step's entries, and choose among all that are visible: int64 [B, T, k], or None where every one is
-        read."""
+    def select(self, x, qr, step: Step, cache: LayerCache) -> torch.Tensor | ChosenRows | None:
+        """Write the step's entries, and choose among all that are visible: int64 [B, T, k] or their rows, or None where
+        every one is read."""
         return None
 
     def attend(self, q, window, window_index, selection, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -161,7 +162,7 @@ class CSAAttention(WindowAttention):
         n = end // self.ratio
         return super().path_at(end) | {"visible": n, "selected": min(n, self.indexer.topk)}
 
-    def select(self, x, qr, step: Step, cache: LayerCache) -> torch.Tensor:
+    def select(self, x, qr, step: Step, cache: LayerCache) -> torch.Tensor | ChosenRows:
         self.compressor(x, step, cache.main)
         with torch.no_grad():  # a choice has no derivative, so the indexer has a loss of its own
             return self.indexer(x, qr, step, cache)
@@ -269,8 +270,9 @@ class LightningIndexer(Module):
         self.ratio, self.base, self.simulate_index, self.op = spec.ratio, spec.rope, numerics.simulate_index, op
         self.ranks = ranks
 
-    def forward(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor:
-        """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible.
+    def forward(self, x: Input, qr: Input, step: Step, cache: LayerCache) -> torch.Tensor | ChosenRows:
+        """x [N, d], qr [N, q_lora_rank] → selected entries int64 [B, T, k], −1 where fewer are visible; where a kernel
+        can make them, and no hook is to see entries, as rows of the pool of `cache.main`.
 
         k = min(index_topk, entries visible to the last query). The step's keys are written first: a
         query at the last token of a window sees that window's entry.
@@ -281,7 +283,10 @@ class LightningIndexer(Module):
         if self.shares(step):
             return self._shared(*self.scored(x, qr, step, cache))
         if "select_entries" in self.op.fused:
-            return self.op.select_entries(*self.scored(x, qr, step, cache), self.topk, self.simulate_index)
+            given = *self.scored(x, qr, step, cache), self.topk, self.simulate_index
+            if not self.watched and (run := cache.main.entries.run(step)):
+                return ChosenRows(self.op.select_entries(*given, run).flatten(0, 1))
+            return self.op.select_entries(*given)
         return self.op.topk_entries(self.scores(x, qr, step, cache), self.topk)
 
     def shares(self, step: Step) -> bool:

@@ -7,6 +7,7 @@ from torch import nn
 
 from dsv4.errors import UnsupportedInput
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
+from dsv4.kernels.quantize.coded import CodedRows
 from dsv4.loaders.cuts import Cut
 from dsv4.loaders.load import stored_cuts
 from dsv4.model.module import Mapped, Module
@@ -91,12 +92,18 @@ class Linear(Matrix):
         self.op = op
         self.simulate = numerics.simulate and self.quantised
 
-    def forward(self, x: torch.Tensor | Mapped, exact: bool = False) -> torch.Tensor:
+    @property
+    def takes_codes(self) -> bool:
+        """Whether products may multiply the E4M3 codes of this matrix's input, if a kernel left them."""
+        return self.simulate and not self.exact_sums and not self.watched
+
+    def forward(self, x: torch.Tensor | Mapped | CodedRows, exact: bool = False) -> torch.Tensor:
         """x [N, in] → [N, out] in x.dtype. If `exact`, x is not quantised, and the result is the fp32 sum."""
         if isinstance(x, Mapped):
             return x.of(self, exact)
-        if exact:
-            return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (torch.float32,))[0]
+        if exact or isinstance(x, CodedRows):
+            dtype = torch.float32 if exact else None
+            return self.op.linears(x, None, 0.0, (self.packed(),), (self.simulate,), (dtype,))[0]
         return self.op.linear(x, self.packed(), self.simulate)
 
 

@@ -18,6 +18,7 @@ from torch.nn.modules import module as hooks
 from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows, finish_entries
+from dsv4.kernels.quantize.coded import CodedRows
 from dsv4.loaders.cuts import Cut
 
 
@@ -156,8 +157,10 @@ class Separate:
     def finish(self, op, step: Any) -> None:
         """Do all that was asked for."""
 
-    def project_heads(self, op, o: torch.Tensor, cis: torch.Tensor, wo_a: Any, groups: int) -> torch.Tensor:
-        """o [N, H, D], rotated by cis, through wo_a: [N, G·R]."""
+    def project_heads(
+        self, op, o: torch.Tensor, cis: torch.Tensor, wo_a: Any, groups: int, wo_b: Any
+    ) -> torch.Tensor | CodedRows:
+        """o [N, H, D], rotated by cis, through wo_a: [N, G·R], the input of wo_b."""
         return wo_a(op.rotate(o, cis.unsqueeze(1)).view(len(o), groups, -1)).flatten(1)
 
 
@@ -214,5 +217,5 @@ class Together(Separate):
             q.copy_(found[0])
         return found
 
-    def project_heads(self, op, o, cis, wo_a, groups):
-        return op.project_heads(o, cis, wo_a.packed(), groups)
+    def project_heads(self, op, o, cis, wo_a, groups, wo_b):
+        return op.project_heads(o, cis, wo_a.packed(), groups, wo_b.takes_codes)

@@ -10,13 +10,14 @@ from dsv4.kernels.cache_rows import PackedRows
 # block of the simulation and of the packed rows: with equal blocks packing loses nothing
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK as INDEX_KEY_BLOCK
 from dsv4.kernels.cache_rows.formats import KV_BLOCK
+from dsv4.kernels.quantize.coded import CodedRows, plain
 from dsv4.kernels.quantize.weights import PackedWeight
 from dsv4.kernels.rope.reference import rotation
 
 
 def linears(
     op,
-    x: torch.Tensor,
+    x: torch.Tensor | CodedRows,
     norm: torch.Tensor | None,
     eps: float,
     weights: tuple[PackedWeight, ...],
@@ -26,8 +27,10 @@ def linears(
     """Several linear maps of one input: x [N, K], normalised by rms_norm(x, norm, eps) first unless norm [K] is None.
 
     weights[i] [O_i, K]; simulate[i] as in `linear`; dtypes[i]: torch.float32 for a result that is not rounded to
-    x.dtype (products of x as it is, sums in fp32), None for x.dtype. Returns tensors [N, O_i].
+    x.dtype (products of x as it is, sums in fp32), None for x.dtype. Returns tensors [N, O_i]. Of `CodedRows` an
+    implementation may multiply the codes where x would be rounded to FP8.
     """
+    x = plain(x)
     if norm is not None:
         x = op.rms_norm(x, norm, eps)
     return tuple(
@@ -111,18 +114,21 @@ def finish_entries(op, entries: torch.Tensor, cis: torch.Tensor, simulate: str |
     return op.simulate_fp4_blocks(op.hadamard(entries), INDEX_KEY_BLOCK) if simulate == "key" else entries
 
 
-def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False) -> torch.Tensor:
+def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False, run: int = 0) -> torch.Tensor:
     """The k best entries of each query by index score: `topk_entries` of `index_scores`, int64 [B, T, min(k, n)].
 
     rounded: the caller knows that q, and keys that are not packed, were rounded by `simulate_fp4_blocks` (a hint that
-    may be ignored).
+    may be ignored). run: an entry of batch row b is given as row b · run + entry of a pool.
     """
-    return op.topk_entries(op.index_scores(q, weights, keys, visible), k)
+    entry = op.topk_entries(op.index_scores(q, weights, keys, visible), k)
+    return chosen_rows(op, entry, run).view_as(entry) if run else entry
 
 
-def project_heads(op, o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int) -> torch.Tensor:
+def project_heads(
+    op, o: torch.Tensor, cis: torch.Tensor, w: PackedWeight, groups: int, coded: bool = False
+) -> torch.Tensor | CodedRows:
     """Output heads o [N, H, D], rotated by cis complex64 [N, d/2] (the inverse rotation), through the grouped
-    projection w [G·R, H·D/G] → [N, G·R]. May overwrite o."""
+    projection w [G·R, H·D/G] → [N, G·R]. May overwrite o. coded: the result may be `CodedRows`."""
     heads = op.rotate(o, cis.unsqueeze(1)).flatten(1).unflatten(1, (groups, -1))
     return op.grouped_linear(heads, w).flatten(1)
 
@@ -144,7 +150,7 @@ def mhc_post_pre_norm(
 
 def moe(
     op,
-    x,
+    x: torch.Tensor | CodedRows,
     indices,
     routing,
     w13: PackedWeight,
@@ -157,7 +163,9 @@ def moe(
     combine: bool = True,
 ) -> torch.Tensor:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
-    of x). Without `combine` it is fp32, and an implementation may leave the sum to who reads the result."""
+    of x). Without `combine` it is fp32, and an implementation may leave the sum to who reads the result. Of `CodedRows`
+    an implementation may multiply the codes where x would be rounded to FP8."""
+    x = plain(x)
     routed = op.experts(x, indices, routing, w13, w2, limit, simulate)
     total = routed + op.shared_expert(x, *shared, limit, simulate_shared)
     return total.to(dtype or x.dtype) if combine else total

@@ -66,6 +66,7 @@ def select_entries(
     visible: torch.Tensor,
     k: int,
     rounded: bool = False,
+    run: int = 0,
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
     result is every visible entry, and −1 for the others. So is that of a query that sees at most k, if it is one of
@@ -74,7 +75,7 @@ def select_entries(
 
     q [B, T, H, D]; weights fp32 [B, T, H]; keys [B, n, D] or PackedRows of a batch; visible int64 [B, T]. rounded: q,
     and keys that are not packed, were rounded by `simulate_fp4_blocks`: they may be multiplied as FP8 codes
-    (`triton_fp8`), whose sums keep fewer bits.
+    (`triton_fp8`), whose sums keep fewer bits. run: entries are written as rows b · run + entry of a pool.
     """
     check(q, weights, keys, visible)
     B, T = q.shape[:2]
@@ -84,14 +85,14 @@ def select_entries(
     if not out.numel():
         return out
     if n == k:
-        choose_visible(visible, out)
+        choose_visible(visible, out, run)
         return out
     coded = rounded and T >= CODED_QUERIES and T * n >= CODED_PAIRS and triton_fp8.takes(q, keys)
-    (_select_by_codes if coded else _select_by_products)(q, weights, keys, visible, n, k, out)
+    (_select_by_codes if coded else _select_by_products)(q, weights, keys, visible, n, k, out, run)
     return out
 
 
-def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Tensor) -> None:
+def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Tensor, run: int) -> None:
     """The selection of scores by `launch_scores`, k < n."""
     width, maxima_width = _width(n), maxima_layout(n)[0]
     (B, T), device = q.shape[:2], q.device
@@ -104,10 +105,10 @@ def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Te
         held = keys._replace(data=keys.data[c]) if isinstance(keys, PackedRows) else keys[c]
         seen, part = visible[c, s], _part(scores, visible[c, s], width)
         launch_scores(q[c, s], weights[c, s], held, seen, part, width, False, maxima, how.levels)
-        choose(how, part, n, k, seen, out[c, s], maxima, not how.by_number)
+        choose(how, part, n, k, seen, out[c, s], maxima, not how.by_number, run, c.start)
 
 
-def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor) -> None:
+def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor, run: int) -> None:
     """The selection of scores by `launch_codes`, k < n."""
     width, (B, T), device = _width(n), q.shape[:2], q.device
     batches, queries = _chunk_of_codes(B, T, max(1, codes_scratch(n) // (4 * width)), device)
@@ -117,7 +118,7 @@ def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tenso
     for c, s in _chunks(B, T, batches, queries):
         seen, part = visible[c, s], _part(scores, visible[c, s], width)
         triton_fp8.launch_codes(q[c, s], weights[c, s], codes.rows(c), seen, part, width, known)
-        choose(how, part, n, k, seen, out[c, s], scored=not how.by_number)
+        choose(how, part, n, k, seen, out[c, s], None, not how.by_number, run, c.start)
 
 
 def codes_scratch(n: int) -> int:

@@ -135,7 +135,7 @@ def _found(FOUND, counts, first, PARTS: tl.constexpr, ROOM: tl.constexpr, EACH: 
     return tl.reshape(tl.where(at < counts[:, None], x, _LEAST), [PARTS * EACH])
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k", "first", "run"])
 def rank_found(
     SCORES,
     MAXIMA,
@@ -153,6 +153,8 @@ def rank_found(
     width,
     second,
     k,
+    first,
+    run,
     SEEN: tl.constexpr,
     CLASSES: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -165,30 +167,31 @@ def rank_found(
     PDL: tl.constexpr,
 ):
     """The k best of a row (axis 0) among what `collect` found, each at its rank, to OUT int64 [rows, k]; −1 where there
-    are not as many or a score is −inf. Programs of axis 1 rank MINE of every part at a time.
+    are not as many or a score is −inf. An entry is written as (first + the batch row) · run + its number. Programs of
+    axis 1 rank MINE of every part at a time.
 
     If a part had more than there is room for, the first program descends instead, with scratch LIST int32 [rows,
     CANDIDATES / 4].
     """
     row, b, t = row_of_program(T)
     FOUND += row * (PARTS * ROOM)
-    OUT += row * k
+    OUT, base = OUT + row * k, (first + b) * run
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     counts = tl.load(COUNTS + row * PARTS + tl.arange(0, PARTS))
-    most, first = tl.max(counts, 0), tl.program_id(1) * MINE
+    most, begin = tl.max(counts, 0), tl.program_id(1) * MINE
     if most > ROOM:
-        if first == 0:
+        if begin == 0:
             seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
             SCORES += b * s_b + t * s_t
             LIST += row * (CANDIDATES // 4)
-            descend(SCORES, MAXIMA + row * width, LIST, OUT, seen, second, k, CLASSES, CANDIDATES, LEVELS)
+            descend(SCORES, MAXIMA + row * width, LIST, OUT, seen, second, k, base, CLASSES, CANDIDATES, LEVELS)
         return
-    if first == 0:
+    if begin == 0:
         i = tl.arange(0, K)
         tl.store(OUT + i, tl.full([K], -1, tl.int64), mask=(i >= tl.sum(counts, 0)) & (i < k))
-    for mine in range(first, most, tl.num_programs(1) * MINE):
+    for mine in range(begin, most, tl.num_programs(1) * MINE):
         x = _found(FOUND, counts, mine, PARTS, ROOM, MINE)
         y = _found(FOUND, counts, 0, PARTS, ROOM, OTHERS)
         higher = tl.zeros([PARTS, PARTS * MINE], tl.int32)
@@ -199,4 +202,4 @@ def rank_found(
             y = ahead
         rank = tl.sum(higher, 0)
         entry = 2147483647 - (x & 2147483647)
-        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry), mask=(x > _LEAST) & (rank < k))
+        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, base + entry), mask=(x > _LEAST) & (rank < k))

@@ -203,10 +203,10 @@ def _search(SCORES, seen, k, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _emit(SCORES, LIST, ENTRY, OUT, live, listed, low, left, PADDED: tl.constexpr):
-    """Entries with keys above `low`, and the first `left` of those that equal it, to OUT int64 in their order, −1 where
-    a score is −inf. `left` is negative if that is all."""
-    i, base = tl.arange(0, _STEP), live * 0
+def _emit(SCORES, LIST, ENTRY, OUT, live, listed, low, left, base, PADDED: tl.constexpr):
+    """base int64 + entries with keys above `low`, and the first `left` of those that equal it, to OUT int64 in their
+    order, −1 where a score is −inf. `left` is negative if that is all."""
+    i, done = tl.arange(0, _STEP), live * 0
     least = tl.where(left >= 0, tl.maximum(low, _LOWEST + 1), low)
     for start in range(0, live, _STEP):
         at = start + i
@@ -225,11 +225,11 @@ def _emit(SCORES, LIST, ENTRY, OUT, live, listed, low, left, PADDED: tl.constexp
         chosen = key >= least
         places, total = _places(chosen)
         entry = _in_turn(tl.where(key == _MINUS_INF, -1, entry))
-        tl.store(OUT + _in_turn(base + places), entry.to(tl.int64), mask=_in_turn(chosen))
-        base += total
+        tl.store(OUT + _in_turn(done + places), tl.where(entry < 0, -1, base + entry), mask=_in_turn(chosen))
+        done += total
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k", "first", "run"])
 def filter_rows(
     SCORES,
     LIST,
@@ -242,6 +242,8 @@ def filter_rows(
     v_b,
     v_t,
     k,
+    first,
+    run,
     SEEN: tl.constexpr,
     SCORED: tl.constexpr,
     C: tl.constexpr,
@@ -251,8 +253,9 @@ def filter_rows(
 ):
     """The k best of the entries < seen of one row a program, in their order, to OUT int64 [rows, k]. LIST int32 [rows,
     7·C]: scratch; C ≥ max(SAMPLE, 512), and C ≥ 2·k. One warp. Without SCORED a row of seen ≤ k has no scores: all its
-    entries are chosen."""
+    entries are chosen. An entry is written as (first + the batch row) · run + its number."""
     row, b, t = row_of_program(T)
+    base = (first + b) * run
     SCORES += b * s_b + t * s_t
     OUT += row * k
     LIST += row * (7 * C)
@@ -264,9 +267,9 @@ def filter_rows(
         if SCORED:
             i = tl.arange(0, C // 2)
             key, inside = _keys(SCORES, i, seen, False)
-            tl.store(OUT + i, tl.where(inside & (key != _MINUS_INF), i, -1).to(tl.int64), mask=i < k)
+            tl.store(OUT + i, tl.where(inside & (key != _MINUS_INF), base + i, -1), mask=i < k)
         else:
-            every_entry(OUT, seen, k, C // 2)
+            every_entry(OUT, seen, k, base, C // 2)
         return
     live, listed = seen, seen > C
     if listed:
@@ -278,4 +281,4 @@ def filter_rows(
         low, reach, above = _best(SCORES, LIST, live, listed, k, C // 2, PADDED)
     else:
         low, reach, above = _best(SCORES, LIST, live, listed, k, C, PADDED)
-    _emit(SCORES, LIST, LIST + 5 * C, OUT, live, listed, low, tl.where(reach > k, k - above, -1), PADDED)
+    _emit(SCORES, LIST, LIST + 5 * C, OUT, live, listed, low, tl.where(reach > k, k - above, -1), base, PADDED)

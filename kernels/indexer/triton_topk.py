@@ -91,9 +91,11 @@ def level_groups(seen, level):
 
 @triton.jit
 def descend(
-    SCORES, MAXIMA, LIST, OUT, seen, second, k, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr, LEVELS: tl.constexpr
-):
+    SCORES, MAXIMA, LIST, OUT, seen, second, k, base, CLASSES: tl.constexpr, CANDIDATES: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
     """The k best of the entries < seen of one row to OUT int64 [k], −1 where there are not as many or a score is −inf.
+    An entry is written as base int64 + its number.
 
     LIST int32 [2·CANDIDATES/8]: scratch of the row.
     """
@@ -115,7 +117,7 @@ def descend(
         chosen = higher | (equal & (ties < wanted))
         place = (before & 0xFFFF) + tl.minimum(ties, wanted)
         if level == 0:
-            tl.store(OUT + place, tl.where(key == _MINUS_INF, -1, at).to(tl.int64), mask=chosen)
+            tl.store(OUT + place, tl.where(key == _MINUS_INF, -1, base + at), mask=chosen)
         else:
             half = LIST + (level & 1) * (CANDIDATES // 8)
             tl.store(half + place, at, mask=chosen)
@@ -144,13 +146,13 @@ def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 
 
 @triton.jit
-def every_entry(OUT, seen, k, C: tl.constexpr):
-    """Entries < seen ≤ k to OUT int64 [k ≤ C], then −1."""
+def every_entry(OUT, seen, k, base, C: tl.constexpr):
+    """base int64 + entries < seen ≤ k to OUT int64 [k ≤ C], then −1."""
     i = tl.arange(0, C)
-    tl.store(OUT + i, tl.where(i < seen, i, -1).to(tl.int64), mask=i < k)
+    tl.store(OUT + i, tl.where(i < seen, base + i, -1), mask=i < k)
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k", "first", "run"])
 def topk_of_rows(
     SCORES,
     MAXIMA,
@@ -166,6 +168,8 @@ def topk_of_rows(
     width,
     second,
     k,
+    first,
+    run,
     SEEN: tl.constexpr,
     SCORED: tl.constexpr,
     CLASSES: tl.constexpr,
@@ -173,15 +177,17 @@ def topk_of_rows(
     LEVELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`descend` for one row a program. Without SCORED a row of seen ≤ k has no scores: all its entries are chosen."""
+    """`descend` for one row a program, from (first + its batch row) · run on. Without SCORED a row of seen ≤ k has no
+    scores: all its entries are chosen."""
     row, b, t = row_of_program(T)
+    base = (first + b) * run
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     seen = seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN)
     if not SCORED:
         if seen <= k:
-            every_entry(OUT + row * k, seen, k, CANDIDATES)
+            every_entry(OUT + row * k, seen, k, base, CANDIDATES)
             return
     descend(
         SCORES + b * s_b + t * s_t,
@@ -191,6 +197,7 @@ def topk_of_rows(
         seen,
         second,
         k,
+        base,
         CLASSES,
         CANDIDATES,
         LEVELS,
@@ -210,7 +217,7 @@ def sortables(SCORES, at, seen):
     return tl.where(at < seen, sortable(key, at), _LEAST)
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k", "first", "run"])
 def rank_entries(
     SCORES,
     OUT,
@@ -222,6 +229,8 @@ def rank_entries(
     v_b,
     v_t,
     k,
+    first,
+    run,
     SEEN: tl.constexpr,
     K: tl.constexpr,
     MINE: tl.constexpr,
@@ -229,8 +238,10 @@ def rank_entries(
     PDL: tl.constexpr,
 ):
     """The k best of the entries < seen of a row (axis 0), each at its rank, to OUT int64 [rows, k], −1 where there are
-    not as many or a score is −inf. Programs of axis 1 share the entries."""
+    not as many or a score is −inf. An entry is written as (first + the batch row) · run + its number. Programs of axis
+    1 share the entries."""
     row, b, t = row_of_program(T)
+    base = (first + b) * run
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -240,15 +251,15 @@ def rank_entries(
     if tl.program_id(1) == 0:
         i = tl.arange(0, K)
         tl.store(OUT + i, tl.full([K], -1, tl.int64), mask=(i >= seen) & (i < k))
-    for first in range(tl.program_id(1) * MINE, seen, tl.num_programs(1) * MINE):
-        mine = first + tl.arange(0, MINE)
+    for at in range(tl.program_id(1) * MINE, seen, tl.num_programs(1) * MINE):
+        mine = at + tl.arange(0, MINE)
         x = sortables(SCORES, mine, seen)
         rank = tl.zeros([MINE], tl.int32)
         for start in range(0, seen, OTHERS):
             y = sortables(SCORES, start + tl.arange(0, OTHERS), seen)
             rank += tl.sum((y[None, :] > x[:, None]).to(tl.int32), 1)
         entry = 2147483647 - (x & 2147483647)
-        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, entry), mask=(mine < seen) & (rank < k))
+        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, base + entry), mask=(mine < seen) & (rank < k))
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
@@ -288,11 +299,11 @@ def maxima_of_rows(
         tl.store(MAXIMA + row * width + second + at, best, mask=at < level_groups(seen, 2))
 
 
-@triton.jit(do_not_specialize=["n", "T", "v_b", "v_t"])
-def visible_entries(OUT, VISIBLE, T, n, v_b, v_t, BLOCK: tl.constexpr):
-    """OUT int64 [rows, n]: each entry, −1 from VISIBLE[b, t] on. One row a program."""
+@triton.jit(do_not_specialize=["n", "T", "v_b", "v_t", "run"])
+def visible_entries(OUT, VISIBLE, T, n, v_b, v_t, run, BLOCK: tl.constexpr):
+    """OUT int64 [rows, n]: b · run + each entry, −1 from VISIBLE[b, t] on. One row a program."""
     row, b, t = row_of_program(T)
     seen = tl.load(VISIBLE + b * v_b + t * v_t)
     for start in range(0, n, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        tl.store(OUT + row * n + e, tl.where(e < seen, e, -1).to(tl.int64), mask=e < n)
+        tl.store(OUT + row * n + e, tl.where(e < seen, b * run + e, -1), mask=e < n)

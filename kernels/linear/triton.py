@@ -23,6 +23,7 @@ from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_
 from dsv4.kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held, check, hold
 from dsv4.kernels.linear.triton_words import launch_dependents
+from dsv4.kernels.quantize.coded import FEWEST, CodedRows, plain, scales_of
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import narrow
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
@@ -34,7 +35,7 @@ AGAIN_BYTES = 24 << 20
 # Rounded tokens from which codes are multiplied. Fewer are streamed, several weights in one launch, which a single
 # weight does not gain by (`scripts/tune_fp8.py` on an H200: 4096 × 4096 with 8 tokens 16 µs and 17, with 16 tokens 22
 # and 17). A pass of one row with at most 8 drafts has the bits of its tokens one by one.
-CODES, CODES_ALONE = 17, 10
+CODES, CODES_ALONE = 17, FEWEST
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 
@@ -44,7 +45,7 @@ def linear(x: torch.Tensor, w: PackedWeight, simulate: bool = False) -> torch.Te
 
 def grouped_linear(x: torch.Tensor, w: PackedWeight) -> torch.Tensor:
     N, G, K = x.shape
-    return grouped("grouped_linear", x.reshape(N, G * K), None, 0, w, G).view(N, G, w.out_features // G)
+    return plain(grouped("grouped_linear", x.reshape(N, G * K), None, 0, w, G)).view(N, G, w.out_features // G)
 
 
 linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.grouped_linear.__doc__
@@ -52,14 +53,17 @@ linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.gro
 
 def products(
     name: str,
-    x: torch.Tensor,
+    x: torch.Tensor | CodedRows,
     norm: torch.Tensor | None,
     eps: float,
     weights: tuple[PackedWeight, ...],
     simulate: tuple[bool, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], x.dtype or fp32."""
+    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], x.dtype or fp32. Of
+    `CodedRows` without a norm the codes are multiplied where x would be rounded to them."""
+    made = (x.codes, x.scales) if isinstance(x, CodedRows) and norm is None else None
+    x = plain(x)
     held = [hold(name, w) for w in weights]
     require_device(name, x, norm, *(t for h in held for t in (h.weight, h.scale, h.glob)))
     for w, h, sim, dtype in zip(weights, held, simulate, dtypes, strict=True):
@@ -74,7 +78,7 @@ def products(
         return outs
     coded = [i for i, h in enumerate(held) if simulate[i] and multiplies_codes(x, h, len(held))]
     if coded:
-        codes = triton_fp8.quantised(x, norm, eps)
+        codes = made or triton_fp8.quantised(x, norm, eps)
         triton_fp8.products(*codes, [held[i] for i in coded], [outs[i] for i in coded])
     small = N <= AGAIN and all(h.weight.nbytes <= AGAIN_BYTES for h in held if h.streams)
     streamed = [i for i, h in enumerate(held) if h.streams and (N <= TOKENS or small) and i not in coded]
@@ -136,9 +140,15 @@ def multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
 
 
 def grouped(
-    name: str, x: torch.Tensor, cis: torch.Tensor | None, head: int, w: PackedWeight, groups: int
-) -> torch.Tensor:
-    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R].
+    name: str,
+    x: torch.Tensor,
+    cis: torch.Tensor | None,
+    head: int,
+    w: PackedWeight,
+    groups: int,
+    coded: bool = False,
+) -> torch.Tensor | CodedRows:
+    """x [N, G·K] through the block-diagonal w [G·R, K] → [N, G·R]; if `coded` with codes, where they cost no launch.
 
     cis fp32 [N, d], few tokens or `turns_within` only: the last d columns of each head of `head` columns are rotated in
     the kernel.
@@ -155,8 +165,11 @@ def grouped(
     if not (N <= TOKENS and h.streams):
         turned = 0 if cis is None else cis.shape[1]
         if batch.turns_within(h, x, groups, head, turned):
-            batch.tiles(x, None, 0.0, [h], [out], [False], groups=groups, turns=cis, head=head)
-            return out
+            made = None
+            if coded and batch.codes_within(h, x, groups):
+                made = CodedRows(out, torch.empty(N, h.O, dtype=torch.uint8, device=x.device), scales_of(out))
+            batch.tiles(x, None, 0.0, [h], [out], [False], groups=groups, turns=cis, head=head, coded=made)
+            return out if made is None else made
         if turned:
             raise UnsupportedInput(f"{name}: {N} tokens are not rotated on the way")
         if dense.takes(x, h, out):

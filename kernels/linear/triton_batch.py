@@ -2,7 +2,8 @@
 
 Reading the weights and launching kernels take the time. So what would be launches of their own happens to each tile of
 x before it is multiplied: the norm, the rotation of heads, and the order of columns that tiles of codes take. The norm
-of a row is a factor of its results, known when all columns were read.
+of a row is a factor of its results, known when all columns were read. Results that are the input of an FP8 product may
+be left with their codes: then a tile has the 128 rows of a scale.
 """
 
 import torch
@@ -14,7 +15,8 @@ from dsv4.kernels.linear.triton_streams import FORMATS, NAMES, SLOTS, own
 from dsv4.kernels.linear.triton_tiles import order, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held
 from dsv4.kernels.linear.triton_words import begin
-from dsv4.kernels.quantize.triton_codes import narrow
+from dsv4.kernels.quantize.coded import BLOCK, FEWEST, CodedRows
+from dsv4.kernels.quantize.triton_codes import e4m3_blocks, narrow, widen
 
 MOST = 64  # tokens
 ROWS = 64  # of a tile
@@ -47,6 +49,13 @@ def turns_within(h: Held, x: torch.Tensor, groups: int, head: int, turned: int) 
     return takes(h, len(x)) and rows and head % depth == 0 and 0 < turned == next_power(turned) <= depth
 
 
+def codes_within(h: Held, x: torch.Tensor, groups: int) -> bool:
+    """Whether `tiles` leaves the codes of its result: tiles of a block of rows are in one group."""
+    fp32 = dot_in_fp32(x) or h.format == "fp32"
+    whole = h.O // groups % BLOCK == 0 and capability(x.device)[0] == 9
+    return whole and not fp32 and takes(h, len(x)) and len(x) >= FEWEST
+
+
 def tiles(
     x: torch.Tensor,
     norm: torch.Tensor | None,
@@ -58,11 +67,13 @@ def tiles(
     groups: int = 1,
     turns: torch.Tensor | None = None,
     head: int = 1,
+    coded: CodedRows | None = None,
 ) -> None:
     """outs[i] [N, O_i] = x [N, groups · K] · W_iᵀ, group by group, N ≤ MOST; at most SLOTS weights that all `takes`.
 
     rounded [N, groups · K]: takes the place of x for weights with simulate[i]; then norm is None. turns fp32 [N, d]
-    (cos, sin in turn) rotates the last d columns of each head of `head`, see `turns_within`.
+    (cos, sin in turn) rotates the last d columns of each head of `head`, see `turns_within`. coded: its x is the one of
+    `outs`, and gets codes, see `codes_within`.
     """
     N, K = x.shape[0], held[0].K
     kinds: dict[tuple, list[int]] = {}
@@ -72,7 +83,11 @@ def tiles(
         key = -h.row_bytes, h.format, fp32, h.block, sim, str(scale), str(out.dtype), h.parts
         kinds.setdefault(key, []).append(i)
     fp32 = any(key[2] for key in kinds)
-    rows, tokens = tile_rows(fp32), 32 if fp32 or N <= 32 else 64
+    rows, tokens, warps = tile_rows(fp32), 32 if fp32 or N <= 32 else 64, 4
+    if coded is not None:  # as many programs, and as many rows a warp: half of the tokens are read by twice the warps
+        rows, tokens, warps = BLOCK, tokens // 2, 8
+    elif tokens == 64 and capability(x.device)[0] not in WGMMA:
+        warps = 8
     sequence, classes, starts, first = [], [], [], 0
     for key in sorted(kinds):
         _, form, wide, (bo, bk), sim, _, _, parts = key
@@ -96,6 +111,9 @@ def tiles(
         x.stride(0),
         x.stride(0) if rounded is None else rounded.stride(0),
         0 if turns is None else turns.stride(0),
+        None if coded is None else coded.codes,
+        None if coded is None else coded.scales,
+        0 if coded is None else coded.scales.stride(0),
         *(t for column in zip(*slots) for t in column),
         tuple(classes),
         tuple(starts),
@@ -107,7 +125,7 @@ def tiles(
         head,
         0 if turns is None else turns.shape[1],
         early,
-        num_warps=8 if tokens == 64 and capability(x.device)[0] not in WGMMA else 4,
+        num_warps=warps,
         num_stages=_stages(first, fp32, x.device),
         launch_pdl=early,
     )
@@ -132,6 +150,9 @@ def _kind(
     eps,
     CIS,
     cis_stride,
+    CODES,
+    SCALES,
+    scales_stride,
     N,
     W,
     S,
@@ -192,14 +213,15 @@ def _kind(
     )
     if glob is not None:
         out *= tl.load(glob + row // (rows // PARTS))[:, None]
-    tl.store(
-        y + t[None, :] * rows + o[:, None],
-        narrow(out, y.dtype.element_ty),
-        mask=(o[:, None] < rows) & (t[None, :] < N),
-    )
+    out = narrow(out, y.dtype.element_ty)
+    tl.store(y + t[None, :] * rows + o[:, None], out, mask=(o[:, None] < rows) & (t[None, :] < N))
+    if CODES is not None:
+        codes, scales = e4m3_blocks(tl.trans(widen(out)))
+        tl.store(CODES + t[:, None] * rows + o[None, :], codes, mask=t[:, None] < N)
+        tl.store(SCALES + first // R * scales_stride + t, scales, mask=t < N)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "scales_stride"])
 def _tiles(
     X,
     XR,
@@ -210,6 +232,9 @@ def _tiles(
     x_stride,
     xr_stride,
     cis_stride,
+    CODES,
+    SCALES,
+    scales_stride,
     W0,
     W1,
     W2,
@@ -261,6 +286,9 @@ def _tiles(
                 eps,
                 CIS,
                 cis_stride,
+                CODES,
+                SCALES,
+                scales_stride,
                 N,
                 W,
                 S,

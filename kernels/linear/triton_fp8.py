@@ -20,10 +20,10 @@ from dsv4.kernels.linear import hopper
 from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
 from dsv4.kernels.linear.triton_weights import Held
 from dsv4.kernels.linear.triton_words import begin, launch_dependents, wait_for_dependencies
+from dsv4.kernels.quantize.coded import BLOCK, scales_of
 from dsv4.kernels.quantize.triton_codes import decode_e2m1, e4m3_blocks, e4m3_bytes, power_of_two, widen
 from dsv4.kernels.rms_norm.triton import rms_norm_codes
 
-BLOCK = 128  # columns of a scale of activations, rows and columns of one of weights
 # Blocks of a program that quantises, and of one where there are at least MANY_BLOCKS (`scripts/tune_fp8.py` on an H200:
 # 8,192 columns, 64 tokens 6.3 and 6.8 µs, 4,096 tokens 44.6 and 29.4).
 ROWS_QUANTISED, ROWS_OF_MANY, MANY_BLOCKS = 8, 32, 1 << 14
@@ -31,7 +31,6 @@ SHARED = 227 << 10  # bytes of shared memory a program may have on capability 9
 FP4_ROWS, FP4_COLUMNS = 16, 512  # of a program that recodes
 MOST_STAGES = 16
 FEWEST_PAIRS = 6  # stages of two blocks of columns, if they have so many
-MOST_TOKENS = 256  # of a tile
 FEW = (16, 32)  # tokens that are copied, where there are no more
 # Whether two weights share a launch (`scripts/tune_fp8.py` on an H200: 1024 and 512 rows of 4,096 columns, 16 tokens 22
 # µs apart and 15 together; 2048 and 2048 25 and 16).
@@ -143,13 +142,6 @@ def quantised(x: torch.Tensor, norm: torch.Tensor | None = None, eps: float = 0.
         launch_pdl=dependent,
     )
     return codes, scales
-
-
-def scales_of(x: torch.Tensor) -> torch.Tensor:
-    """fp32 [K / 128, N] for the scales of x [N, K], with room for whole tiles of tokens behind each row."""
-    N, K = x.shape
-    room = triton.cdiv(N, MOST_TOKENS) * MOST_TOKENS
-    return torch.empty(K // BLOCK, room, dtype=torch.float32, device=x.device)[:, :N]
 
 
 @triton.jit

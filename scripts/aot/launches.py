@@ -32,6 +32,7 @@ from dsv4.kernels.indexer import triton as indexer
 from dsv4.kernels.launch import GPU
 from dsv4.kernels.linear import triton_fp8
 from dsv4.kernels.linear.drawn import FP8, MXFP4
+from dsv4.kernels.linear.triton_fused import project_heads
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS, TIER_OPERATIONS
 from dsv4.kernels.recording import recorded
@@ -106,6 +107,8 @@ def calls() -> Iterator[tuple[str, Callable]]:
         yield from exchanges(ranks)
     yield from sums_of_experts()
     yield "products of FP8 activations", products_of_fp8
+    for tokens in (32, 64):
+        yield f"heads with codes, {tokens} tokens", partial(heads_with_codes, tokens)
     yield "attention of many queries", attention_of_many
     for tokens in (1, 300, 1000, 2000, 4096):  # tiles of each number of tokens
         yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
@@ -124,6 +127,11 @@ def products_of_fp8() -> None:
             for tile in (None, *([triton_fp8.Tile(128, 128, False)] if N == 4096 else ())):
                 triton_fp8.product(*codes, held, out, tile)
                 triton_fp8.product(*codes, held, out, tile, held, out)
+
+
+def heads_with_codes(tokens: int) -> None:
+    """On a GPU whose products take codes; elsewhere without."""
+    project_heads(*productions()["project_heads"].drawn(FLASH, 0, "meta", tokens=tokens), True)
 
 
 def attention_of_many() -> None:

@@ -17,6 +17,7 @@ from dsv4.kernels.fusions.maps_contract import kinds
 from dsv4.kernels.linear import reference as linear_reference
 from dsv4.kernels.linear import triton as linear
 from dsv4.kernels.linear.drawn import DENSE, FP8, MXFP4, NVFP4
+from dsv4.kernels.quantize.coded import plain
 from dsv4.kernels.router import reference as router_reference
 from dsv4.kernels.router import triton as router
 from dsv4.kernels.widths import FLASH, VOCABULARY
@@ -54,6 +55,7 @@ def rows(device: str) -> Iterator[Row]:
     for operation, row in made.items():
         production = productions()[operation]
         yield from (row(production, sizes, device) for sizes in production.sizes(FLASH)["bench"])
+    yield from (_heads(productions()["project_heads"], dict(tokens=n), device, True) for n in (32, 64))
 
 
 def size(form: str, *shape: int) -> int:
@@ -106,7 +108,8 @@ def _linears(production: Production, sizes: dict, device: str) -> Row:
     )
 
 
-def _heads(production: Production, sizes: dict, device: str) -> Row:
+def _heads(production: Production, sizes: dict, device: str, coded: bool = False) -> Row:
+    """coded: with the codes that an FP8 product takes."""
     n, groups, O = sizes["tokens"], FLASH.o_groups, FLASH.o_groups * FLASH.o_lora_rank
 
     def make(i: int):
@@ -115,13 +118,13 @@ def _heads(production: Production, sizes: dict, device: str) -> Row:
 
         def check():
             wanted = compositions.project_heads(REFERENCE, copy.clone(), *rest)
-            return difference(triton_fused.project_heads(copy.clone(), *rest), wanted), ROUNDED
+            return difference(plain(triton_fused.project_heads(copy.clone(), *rest, coded)), wanted), ROUNDED
 
-        return lambda: triton_fused.project_heads(o, *rest), check
+        return lambda: triton_fused.project_heads(o, *rest, coded), check
 
     total = size(FP8, O, HIDDEN)
     goal = share(total, 0.75) if n <= 8 else None
-    shape = f"{groups} groups, {n} tokens"
+    shape = f"{groups} groups, {n} tokens{' with codes' if coded else ''}"
     return Row("project_heads", shape, make, total, 2 * n * O * HIDDEN, goal, facts={"tokens": n})
 
 

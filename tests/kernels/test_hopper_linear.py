@@ -8,7 +8,9 @@ from dsv4.kernels.linear import hopper, triton, triton_fp8
 from dsv4.kernels.linear.triton_fp8 import Tile
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_mxfp4, to_float
+from dsv4.kernels.quantize.coded import CodedRows
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
+from dsv4.kernels.rms_norm.reference import rms_norm
 from tests.gluon import SEEDS, OnCPU
 from tests.kernels.products import CUDA, randn
 
@@ -112,6 +114,23 @@ def test_a_weight_of_exact_sums_meets_no_codes(monkeypatch):
 def test_a_pass_with_drafts_takes_no_codes():
     """Its bits are those of its tokens one by one, which are streamed."""
     assert min(triton.CODES, triton.CODES_ALONE) > 1 + MAX_DRAFTS
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_codes_that_come_with_the_input_are_multiplied(normed, exact, monkeypatch):
+    """As those that are made of it. A norm needs others, and weights of exact sums take the numbers."""
+    monkeypatch.setattr(triton, "dot_in_fp32", lambda x: False)
+    on_cpu(monkeypatch, 1, 132, 4)
+    made = lambda x, norm, eps: codes_of(x if norm is None else rms_norm(x, norm, eps))
+    monkeypatch.setattr(triton_fp8, "quantised", made)
+    x, norm = randn(33, 256, seed=3).cpu().bfloat16(), torch.rand(256).bfloat16() if normed else None
+    w = packed(128, 256, True)._replace(exact_sums=exact)
+    others = CodedRows(x, *codes_of(2 * x))
+    run = lambda x: triton.products("linears", x, norm, 1e-6, (w,), (True,), (torch.bfloat16,))[0]
+    found, wanted, doubled = run(others), run(x), run(2 * x)
+    assert torch.equal(found, doubled if not normed and not exact else wanted)
+    assert normed or not torch.equal(wanted, doubled)
 
 
 @pytest.mark.parametrize("paired", [True, False])

@@ -5,8 +5,9 @@ import torch
 
 from dsv4.kernels.fusions.exact import DEFINED
 from dsv4.kernels.linear import triton as gpu
-from dsv4.kernels.linear import triton_batch, triton_fused, triton_streams
+from dsv4.kernels.linear import triton_batch, triton_fp8, triton_fused, triton_streams
 from dsv4.kernels.quantize import simulate_fp8_blocks
+from dsv4.kernels.quantize.coded import CodedRows
 from dsv4.kernels.rms_norm.reference import rms_norm
 from dsv4.kernels.rope.reference import inverse_frequencies, rotation
 from tests.kernels.products import (
@@ -105,3 +106,30 @@ def test_heads_that_tiles_do_not_divide_are_rotated_before():
     assert not triton_batch.turns_within(gpu.hold("", w), o, G, D, d)
     wanted = DEFINED.project_heads(o.clone(), cis, w, G)
     assert distance(triton_fused.project_heads(o.clone(), cis, w, G), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("N", [10, 33, 64])
+def test_heads_come_with_the_codes_of_their_rounding(as_on_a_gpu, monkeypatch, N):
+    """Both groups have two blocks of 128 columns. x is that of heads without codes, bit for bit."""
+    H, D, d, G, R = 4, 128, 32, 2, 256
+    monkeypatch.setattr(triton_batch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu, "TOKENS", 8)
+    monkeypatch.setattr(triton_fused, "TOKENS", 8)
+    o, w = randn(N, H, D).bfloat16(), pack(randn(G * R, H * D // G), "fp8")
+    o[1::3] *= 2.0**-20  # scales of every token of its own, some of them the least
+    o[2, :, D // 2 :] *= 64
+    cis = rotation(torch.arange(N, device=DEVICE), inverse_frequencies(d, 100.0).to(DEVICE)).conj()
+    found, x = (triton_fused.project_heads(o.clone(), cis, w, G, coded) for coded in (True, False))
+    assert isinstance(found, CodedRows) and torch.equal(found.x, x)
+    assert all(map(torch.equal, found[1:], triton_fp8.quantised(x)))
+    assert len(found.scales.unique()) > 2
+
+
+def test_heads_come_without_codes_where_a_block_is_of_two_groups_or_no_product_takes_them(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(triton_batch, "capability", lambda device: (9, 0))
+    x = torch.zeros(40, 256, dtype=torch.bfloat16, device=DEVICE)
+    held = lambda rows: gpu.hold("", pack(randn(rows, 128), "fp8"))
+    assert triton_batch.codes_within(held(256), x, 2) and not triton_batch.codes_within(held(384), x, 2)
+    assert not triton_batch.codes_within(held(256), x[:9], 2) and not triton_batch.codes_within(held(256), x.float(), 2)
+    monkeypatch.setattr(triton_batch, "capability", lambda device: (8, 0))
+    assert not triton_batch.codes_within(held(256), x, 2)

@@ -5,6 +5,8 @@ import torch
 
 from dsv4.kernels.cache_rows import KEY_FORMATS
 from dsv4.kernels.errors import UnsupportedInput
+from dsv4.kernels.fusions import compositions
+from dsv4.kernels.fusions.exact import DEFINED
 from dsv4.kernels.indexer import topk_entries, triton_choose
 from dsv4.kernels.indexer import triton as ours
 from dsv4.kernels.indexer.triton_choose import Plan
@@ -87,6 +89,44 @@ def test_rows_that_see_at_most_k_need_no_scores_where_they_are_many(n, how):
     wanted = torch.where(torch.arange(k) < visible[0, :3, None].cpu(), torch.arange(k), -1)
     assert how.by_number and torch.equal(out[0, :3].cpu(), wanted)
     assert_selected(out[:, 3:], topk_entries(scores[:, 3:], k, visible[:, 3:]))
+
+
+@pytest.mark.parametrize(
+    "n, how",
+    [
+        (40, Plan("rank", 64, 0)),
+        (60, Plan("descend", 64, 0)),
+        (900, Plan("descend", 64, 2)),
+        (300, Plan("collect", 64, 1)),
+        (300, Plan("filter", 512, 0)),
+        (900, Plan("filter", 512, 0)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["normal", "few", "equal"])
+def test_entries_may_be_rows_of_a_pool(n, how, kind, monkeypatch):
+    """Of the fifth batch row on, beyond 2^31; in the order of entries. Equal scores overflow the room of a part."""
+    monkeypatch.setattr(triton_choose, "ROOM", 16)
+    k, first, run, visible = 7, 4, 1 << 30, ragged(n, 7, 2, 3)
+    scores, scored = rows_of(kind, n, 2, 3), not how.by_number
+    entry, rows = (torch.empty(2, 3, k, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    triton_choose.choose(how, scores, n, k, visible, entry, None, scored)
+    triton_choose.choose(how, scores, n, k, visible, rows, None, scored, run, first)
+    base = (first + torch.arange(2, device=DEVICE)).view(2, 1, 1) * run
+    assert torch.equal(rows, torch.where(entry < 0, -1, entry + base)) and bool((entry < 0).any())
+
+
+@pytest.mark.parametrize("n", [5, 300])
+@pytest.mark.parametrize("rows", [2, 6])
+def test_selected_rows_of_batch_rows_that_are_scored_apart(n, rows, monkeypatch):
+    """The definition's, for every entry and for the best, of all rows at once and of two at a time."""
+    monkeypatch.setattr(ours, "SCRATCH_BYTES", 4 * rows * ours._width(n))
+    g = torch.Generator().manual_seed(n)
+    q, weights, keys = (torch.randint(-2, 3, s, generator=g).float() for s in ((3, 2, 4, 16), (3, 2, 4), (3, n, 16)))
+    given = *(t.to(DEVICE) for t in (q, weights, keys)), ragged(n, 8, 3, 2), 8, False
+    rows, entry = ours.select_entries(*given, 1000), ours.select_entries(*given)
+    assert torch.equal(rows, compositions.chosen_rows(None, entry, 1000).view_as(entry))
+    assert_selected(rows, DEFINED.select_entries(*given, 1000))
 
 
 LONG_ROWS = [

@@ -86,6 +86,9 @@ class Staged(Linear):
         hits, misses = self.table.count.sum(0).tolist()
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
+    def run(self, step: Step) -> int:
+        return 0
+
     def chosen(self, step: Step, numbers: torch.Tensor, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         if step.T == 1:
             return self._fetch(step, numbers)

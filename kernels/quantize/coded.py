@@ -1,0 +1,30 @@
+"""Rows that a kernel leaves rounded to FP8 beside the numbers themselves, for the products that multiply codes."""
+
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 128  # columns of a scale
+MOST_TOKENS = 256  # of a tile of the products that read scales
+FEWEST = 10  # rows from which any product takes codes (`kernels.linear.triton`)
+
+
+class CodedRows(NamedTuple):
+    """x [N, K] in bf16 or fp32, K a multiple of 128, and x through FP8 in blocks of 128 columns, as
+    `simulate_fp8_blocks` rounds it: E4M3 codes uint8 [N, K], and their scales fp32 [K / 128, N], as `scales_of`."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+def plain(x: torch.Tensor | CodedRows) -> torch.Tensor:
+    """The numbers [N, K]."""
+    return x.x if isinstance(x, CodedRows) else x
+
+
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """fp32 [K / 128, N] for the scales of x [N, K], with room for whole tiles of tokens behind each row."""
+    N, K = x.shape
+    room = -(-N // MOST_TOKENS) * MOST_TOKENS
+    return torch.empty(K // BLOCK, room, dtype=torch.float32, device=x.device)[:, :N]
