@@ -62,11 +62,11 @@ def product(
     parts = gl.allocate_shared_memory(gl.float32, [1, WAVE, R] if SPLIT else [1, 1, 1], PARTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    summed = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1 if SPLIT else 2)
-    for i in gl.static_range(3):
+    for i in gl.static_range(2):
         mbarrier.init(summed.index(i), count=1)
     rings, barriers, scales = (x_ring, w_ring, factors), (full, empty, summed), (S, S1)
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
@@ -188,13 +188,8 @@ def multiply(
     STEP: gl.constexpr = 2 if SPLIT else 1
     FIRST: gl.constexpr = WHICH if SPLIT else 0
     MINE: gl.constexpr = 0 if SPLIT else WHICH * WAVES * WAVE  # first token within the tile
-    # The second warpgroup begins when the first has its first products: so one multiplies while the other scales. Side
-    # by side both would multiply, at half the rate each, and then both scale.
-    BEHIND: gl.constexpr = R >= 128
     if ROWS:
         gdc_wait()  # else only scales of weights are read but what has been copied
-    if WHICH == 1 and BEHIND:
-        mbarrier.wait(summed.index(2), 0)
     number = 0
     for tile in range(gl.program_id(0), gl.cdiv(N, T) * ((O + O1) // R), gl.num_programs(0)):
         token, row = place(tile, N, R, T, GROUP)
@@ -228,15 +223,11 @@ def multiply(
                 acc += sums1 * of_token1
             elif WAVES == 1:
                 sums = warpgroup_mma_wait(0, deps=[sums])
-                if WHICH == 0 and BEHIND:
-                    let_second_begin(summed, number + part)
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc += sums * of_token
             else:
                 of_token1 = factor.slice(MINE + WAVE, WAVE, dim=1).permute([1, 0]).load(SUMS) * by
                 sums = warpgroup_mma_wait(0, deps=[sums])
-                if WHICH == 0 and BEHIND:
-                    let_second_begin(summed, number + part)
                 acc += sums * of_token
                 # Registers of the first products are taken again: others would be spilled.
                 sums = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, sums, use_acc=False, is_async=True)
@@ -263,12 +254,6 @@ def multiply(
                 write(outs, out.index(WHICH), acc1, token + WAVE, row, O, O1)
         number += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def let_second_begin(summed, before):
-    if before == 0:
-        mbarrier.arrive(summed.index(2), count=1)
 
 
 @gluon.jit

@@ -39,8 +39,6 @@ CASES = [  # tokens, rows, columns, tile, programs, stages, blocks of a stage
     (70, 128, 768, Tile(64, 64, True), 3, 2, 2),  # an odd number of stages
     (70, 256, 256, Tile(64, 32, True), 2, 8, 1),  # the second warpgroup may be several tiles ahead
     (70, 256, 512, Tile(64, 32, True), 2, 8, 2),
-    (70, 256, 128, Tile(64, 128, True), 3, 4, 1),
-    (70, 256, 640, Tile(64, 128, True), 2, 4, 1),
     (130, 256, 512, Tile(128, 64, False), 3, 3, 1),
     (300, 256, 384, Tile(128, 128, False), 132, 4, 1),  # more stages than blocks
     (257, 256, 640, Tile(128, 128, False), 2, 2, 1),
