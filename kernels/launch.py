@@ -1,5 +1,6 @@
 """Facts about the device that launchers of Triton kernels need."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,7 @@ class GPU(NamedTuple):
 
 
 _assumed: GPU | None = None
+_capture = threading.local()
 
 
 @contextmanager
@@ -36,6 +38,21 @@ def assumed(gpu: GPU) -> Iterator[None]:
         yield
     finally:
         _assumed = before
+
+
+@contextmanager
+def captured_in(graph: object) -> Iterator[None]:
+    """While it lasts, launches of this thread belong to `graph`, which is replayed at most once at a time."""
+    _capture.graph = graph
+    try:
+        yield
+    finally:
+        _capture.graph = None
+
+
+def capture() -> object | None:
+    """What launches of this thread belong to."""
+    return getattr(_capture, "graph", None)
 
 
 def _gpu(device: torch.device) -> GPU:

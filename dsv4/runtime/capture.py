@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dsv4.kernels.launch import captured_in
+
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **how) -> Iterator[None]:
@@ -18,7 +20,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **how) -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **how):
+        with torch.cuda.graph(graph, **how), captured_in(graph):
             yield
     finally:
         if collects:

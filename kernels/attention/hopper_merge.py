@@ -5,43 +5,62 @@ They count their arrivals in `Counters`. One of them adds what makes the number 
 come, so the sign changes with each meeting: nothing is reset, however many programs meet the next time.
 """
 
+import weakref
+from collections import deque
+
 import torch
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from dsv4.kernels.attention.triton_tiles import added, opened
+from dsv4.kernels.launch import capture
 from dsv4.kernels.quantize.triton_codes import narrow
 
 APART = gl.constexpr(8)  # numbers from one counter to the next: they are in sectors of their own
 LOG2E = gl.constexpr(1.4426950408889634)
 IN_FLIGHT = 64  # numbers of a thread that are on their way
-STREAMS = 64  # of a GPU, that have counters
+PLACES = 256  # streams and graphs of a GPU that have counters
 
 
 class Counters:
-    """Counters of one GPU: int32 zeros [STREAMS, programs, APART]. Kernels of one stream follow each other and share
-    theirs; so graphs that were captured on one stream must not be replayed at the same time."""
+    """Counters of one GPU: int32 zeros [PLACES, programs, APART]. Kernels of one stream, or of one graph, follow each
+    other and share a place. Graphs that are captured without `captured_in` have that of the stream they were captured
+    on: two of these must not be replayed at the same time."""
 
     _of: dict[torch.device, "Counters"] = {}
 
     def __init__(self, device: torch.device, programs: int):
-        self.numbers = torch.zeros(STREAMS, programs, APART.value, dtype=torch.int32, device=device)
-        self.places: dict[int, int] = {}  # by stream
+        self.numbers = torch.zeros(PLACES, programs, APART.value, dtype=torch.int32, device=device)
+        self.free = deque(range(PLACES))
+        self.places: dict[int, int] = {}  # by stream, or by id of a graph that lives
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # before another stream counts
 
     @classmethod
     def of(cls, device: torch.device, programs: int) -> torch.Tensor | None:
-        """Those of the current stream; None if it has none: the first call is being captured, or streams are many."""
+        """Those of the graph that is being captured, or of the current stream; None if it has none: the first call is
+        being captured, or all places are taken."""
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         if device not in cls._of:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
             cls._of[device] = cls(device, programs)
-        held = cls._of[device]
-        place = held.places.setdefault(stream, len(held.places))
-        return held.numbers[place] if place < STREAMS and programs <= held.numbers.shape[1] else None
+        held, graph = cls._of[device], capture()
+        place = held._place(stream, graph)
+        return None if place is None or programs > held.numbers.shape[1] else held.numbers[place]
+
+    def _place(self, stream: int, graph: object | None) -> int | None:
+        key = stream if graph is None else id(graph)
+        if key not in self.places and self.free:
+            self.places[key] = self.free.popleft()
+            if graph is not None:
+                weakref.finalize(graph, self._left, key).atexit = False
+        return self.places.get(key)
+
+    def _left(self, key: int) -> None:
+        """A graph is gone. Its last replay may still run, so its place is taken last."""
+        self.free.append(self.places.pop(key))
 
 
 @gluon.constexpr_function

@@ -36,9 +36,10 @@ MAX_WIDTH = 512  # numbers in a row: a program keeps heads × width sums in regi
 UNPACKED_BYTES = 128 << 20  # of the rows of a call that are unpacked for `hopper_prefill`, at most
 MERGED = 2048  # numbers that a program, one warp, merges at a time
 FEW = 16  # queries of a batch row that are planned as one
-MERGE_US, PARTIAL_BYTES_US = 1.5, 5e6  # cost of merging: a launch, and partial outputs written and read through L2
-# Cost where programs merge by themselves: they wait for each other, and each writes and reads as many bytes.
-MEET_US, PROGRAM_BYTES_US = 1.5, 1e5
+# Costs beside those of `Tile`, by `scripts/tune_merging.py` on an H200 with packed rows. Of merging by a second kernel:
+# more than programs that meet, and partial outputs written and read through L2.
+MERGE_US, PARTIAL_BYTES_US = 2.8, 5e6
+PROGRAM_BYTES_US = 4.4e4  # that each of programs that merge by themselves writes and reads
 PARTS = 8  # programs that share a tile, at most: 64 columns each
 SPLITS = 128  # that programs merge by themselves, at most
 COOPERATIVE = True  # whether the driver is asked to run these programs at the same time
@@ -59,8 +60,8 @@ ALONE = Shared(1, 0, 1, 0)
 
 
 class Tile(NamedTuple):
-    """Heads × keys that a program multiplies at a time; the cost of a program (`start`) and of each tile on an H100, in
-    µs.
+    """Heads × keys that a program multiplies at a time; the cost of a program (`start`) and of each tile on an H100 or
+    H200, in µs.
 
     The costs choose between tiles and numbers of splits. Tiles of 64 heads use wgmma or tcgen05.
     """
@@ -340,7 +341,7 @@ def plan(
         if parts := parts_of(tile, splits, programs, processors):
             partial = 2 * 4 * tile.heads * D / parts
             taken = tile.start + (tile.each - tile.own + tile.own / parts) * each
-            return taken + MEET_US + partial / PROGRAM_BYTES_US
+            return taken + partial / PROGRAM_BYTES_US
         merging = MERGE_US + N * splits * H * D * 2 * 4 / PARTIAL_BYTES_US
         waves = -(-programs // processors)
         return waves * (tile.start + tile.each * D / MAX_WIDTH * each) + merging * (splits > 1)
@@ -380,11 +381,11 @@ def tile_shapes(fp32: bool, packed: bool, copied: bool, capability: tuple[int, i
     narrow = Tile(16, 32, 4, 2 if large else 1, 3.2, 3.1) if packed else Tile(16, 32, 4, 3, 4.0, 1.25)
     match capability[0]:
         case 9 if copied:
-            start, each, half = (4.1, 3.6, 2.2) if packed else (5.2, 2.5, 1.6)
+            start, few, each, half = (4.1, 3.6, 3.4, 2.7) if packed else (5.2, 4.7, 2.5, 1.9)
             return [
                 narrow,
-                Tile(64, 64, 8, 2, start, each, 0.6, copied=True),
-                Tile(64, 32, 8, 2, start, half, 0.3, copied=True),
+                Tile(64, 64, 8, 2, start, each, 0.7, copied=True),
+                Tile(64, 32, 8, 2, few, half, 0.4, copied=True),
             ]
         case 9:
             start, each = (5.5, 5.0) if packed else (6.0, 3.5)

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from dsv4.kernels.attention import hca_attention, hopper, hopper_merge, sparse_attention
 from dsv4.kernels.attention import triton as kernels
 from dsv4.kernels.attention.triton import Tile
+from dsv4.kernels.launch import captured_in
 from tests.gluon import SEEDS, Deadlock, OnCPU
 from tests.kernels.products import CUDA, poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 from tests.kernels.test_hopper_attention import ROPE, SCALE, D, agree
@@ -98,6 +99,29 @@ def test_counters_are_ready_for_any_number_of_programs(merging):
         assert torch.equal(state() & 0x7FFFFFFF, torch.zeros_like(state()))
         assert before is None or torch.equal((state() ^ before).sign()[:3], torch.tensor([-1, -1, 0]))
         before = state().clone()
+
+
+def test_graphs_that_live_count_apart(monkeypatch):
+    """Two of them may be replayed at the same time, whatever stream they were captured on."""
+    monkeypatch.setattr(hopper_merge.Counters, "_of", {})
+    monkeypatch.setattr(hopper_merge, "PLACES", 3)
+    own = lambda: hopper_merge.Counters.of(torch.device("cpu"), 132)
+    stream, first, second, third = own(), Graph(), Graph(), Graph()
+    places = [stream]
+    for graph in (first, second, first):
+        with captured_in(graph):
+            places.append(own())
+    assert [places[0].data_ptr() == p.data_ptr() for p in places] == [True, False, False, False]
+    assert places[1].data_ptr() == places[3].data_ptr() != places[2].data_ptr()
+    with captured_in(third):
+        assert own() is None  # all places are taken
+        del first, graph
+        assert own().data_ptr() == places[1].data_ptr()
+    assert own().data_ptr() == stream.data_ptr() and own().data_ptr() != places[1].data_ptr()
+
+
+class Graph:
+    pass
 
 
 def test_programs_that_do_not_wait_are_found(merging, monkeypatch):
