@@ -24,7 +24,7 @@ COLUMNS = 1024  # of one program of mhc_post
 
 
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
-    return _pre("mhc_pre", None, streams, fn, scale, base, iters, eps, norm_eps, None, 0.0)[1:]
+    return _pre("mhc_pre", None, streams, fn, scale, base, iters, eps, norm_eps, None, 0.0, False)[1:]
 
 
 def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -47,17 +47,22 @@ def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Ten
     return merge(streams, parts, scale, base, 0, eps, norm_eps, None, 0.0, head=True)[0]
 
 
-def mhc_pre_norm(streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float):
-    """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb)."""
-    return _pre("mhc_pre_norm", None, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)[1:]
+def mhc_pre_norm(
+    streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float, coded: bool = False
+):
+    """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb). coded: x may be
+    `CodedRows`."""
+    return _pre("mhc_pre_norm", None, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded)[1:]
 
 
 def mhc_post_pre_norm(
-    out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
-):
+    out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
+    coded: bool = False,
+):  # fmt: skip
     """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
-    comb). out may be `Unsummed` over ranks."""
-    return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
+    comb). out may be `Unsummed` over ranks. coded: x may be `CodedRows`."""
+    merged = out, post, comb
+    return _pre("mhc_post_pre_norm", merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded)
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
@@ -67,15 +72,16 @@ mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
 )
 
 
-def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps):
-    """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`."""
+def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded: bool):
+    """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`, and perhaps
+    with codes if `coded`."""
     streams, (fn, scale, base, weight, *merged) = checked(name, streams, (fn, scale, base, weight, *(merged or ())))
     N, n, d = streams.shape
     if not N:
         empty = lambda *shape, dtype=torch.float32: torch.empty(0, *shape, dtype=dtype, device=streams.device)
         return streams, empty(d, dtype=streams.dtype), empty(n), empty(n, n)
     streams, parts = statistics(streams, fn, tuple(merged) or None)
-    return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps)
+    return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps, False, coded)
 
 
 def checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:
