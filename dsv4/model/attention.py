@@ -17,7 +17,7 @@ from dsv4.cache.rows import ChosenRows
 from dsv4.errors import MissingSelection
 from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.fusions.compositions import KV_BLOCK, pool_windows
-from dsv4.kernels.quantize.coded import CodedRows, plain
+from dsv4.kernels.quantize.coded import Rows, plain
 from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, RMSNorm, parameter
@@ -66,11 +66,14 @@ class WindowAttention(Module):
         self.numerics, self.simulate_kv, self.op = numerics, numerics.simulate_kv, op
         self.path: dict = {}
 
-    def takes_codes(self, step: Step) -> bool:
-        """Whether some map of the layer's input may multiply its codes, and no hook is to see it."""
-        return step.parts.takes_codes and not self.watched and any(m.module.takes_codes for m in self.maps(step))
+    def takes_rounded(self, step: Step) -> tuple[bool, bool]:
+        """Whether the layer's input may be `CodedRows`, and `RoundedRows`: a map takes it so, and no hook sees it."""
+        if not step.parts.takes_rounded or self.watched:
+            return False, False
+        maps = [m.module for m in self.maps(step)]
+        return any(m.takes_codes for m in maps), any(m.simulate and m.exact_sums for m in maps)
 
-    def forward(self, x: torch.Tensor | CodedRows, step: Step, cache: LayerCache) -> torch.Tensor:
+    def forward(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
         return self.ranks.sum(self.part(x, step, cache), plain(x).dtype)
 
@@ -78,11 +81,11 @@ class WindowAttention(Module):
         """Whether the sum over ranks of so many tokens can be left to the kernel that reads it."""
         return self.ranks.defers(x)
 
-    def deferred(self, x: torch.Tensor | CodedRows, step: Step, cache: LayerCache) -> Unsummed:
+    def deferred(self, x: Rows, step: Step, cache: LayerCache) -> Unsummed:
         """`forward`, summed over ranks by the kernel that reads it."""
         return self.ranks.deferred(self.part(x, step, cache), plain(x).dtype)
 
-    def part(self, x: torch.Tensor | CodedRows, step: Step, cache: LayerCache) -> torch.Tensor:
+    def part(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """What this rank's heads add to the sum over ranks: [N, d], of several ranks fp32."""
         given = step.parts.mapped(self.op, x, self.maps, step)
         qr, q = self.queries(given, step)

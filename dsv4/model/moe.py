@@ -114,7 +114,7 @@ class MoE(Module):
     def takes_codes(self, step: Step) -> bool:
         """Whether products of the experts may multiply the codes of x, and no hook is to see it."""
         simulate = self.experts.simulate or self.shared_experts.w1.simulate
-        return simulate and step.parts.takes_codes and not self.watched and self._fuses()
+        return simulate and step.parts.takes_rounded and not self.watched and self._fuses()
 
     def forward(self, x: torch.Tensor | CodedRows, ids: torch.Tensor) -> torch.Tensor:
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""

@@ -24,7 +24,7 @@ COLUMNS = 1024  # of one program of mhc_post
 
 
 def mhc_pre(streams, fn, scale, base, iters: int, eps: float, norm_eps: float):
-    return _pre("mhc_pre", None, streams, fn, scale, base, iters, eps, norm_eps, None, 0.0, False)[1:]
+    return _pre("mhc_pre", None, streams, fn, scale, base, iters, eps, norm_eps, None, 0.0)[1:]
 
 
 def mhc_post(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
@@ -48,21 +48,23 @@ def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Ten
 
 
 def mhc_pre_norm(
-    streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float, coded: bool = False
-):
+    streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
+    coded: bool = False, rounded: bool = False,
+):  # fmt: skip
     """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb). coded: x may be
-    `CodedRows`."""
-    return _pre("mhc_pre_norm", None, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded)[1:]
+    `CodedRows`; rounded: it may be `RoundedRows`."""
+    given = streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps
+    return _pre("mhc_pre_norm", None, *given, coded, rounded)[1:]
 
 
 def mhc_post_pre_norm(
     out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
-    coded: bool = False,
+    coded: bool = False, rounded: bool = False,
 ):  # fmt: skip
     """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
-    comb). out may be `Unsummed` over ranks. coded: x may be `CodedRows`."""
-    merged = out, post, comb
-    return _pre("mhc_post_pre_norm", merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded)
+    comb). out may be `Unsummed` over ranks. coded, rounded: as of `mhc_pre_norm`."""
+    given = streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps
+    return _pre("mhc_post_pre_norm", (out, post, comb), *given, coded, rounded)
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
@@ -72,16 +74,16 @@ mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
 )
 
 
-def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded: bool):
+def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded=False, rounded=False):
     """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`, and perhaps
-    with codes if `coded`."""
+    rounded too."""
     streams, (fn, scale, base, weight, *merged) = checked(name, streams, (fn, scale, base, weight, *(merged or ())))
     N, n, d = streams.shape
     if not N:
         empty = lambda *shape, dtype=torch.float32: torch.empty(0, *shape, dtype=dtype, device=streams.device)
         return streams, empty(d, dtype=streams.dtype), empty(n), empty(n, n)
     streams, parts = statistics(streams, fn, tuple(merged) or None)
-    return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps, False, coded)
+    return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps, False, coded, rounded)
 
 
 def checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:

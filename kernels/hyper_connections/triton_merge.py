@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.hyper_connections.triton_statistics import Parts
 from dsv4.kernels.launch import capability, dependent_launch, next_power, processors
-from dsv4.kernels.quantize.coded import BLOCK, FEWEST, CodedRows, scales_of
-from dsv4.kernels.quantize.triton_codes import INTERPRETED, e4m3_blocks, narrow, rounded, widen
+from dsv4.kernels.quantize.coded import BLOCK, FEWEST, STREAMED, CodedRows, RoundedRows, scales_of
+from dsv4.kernels.quantize.triton_codes import INTERPRETED, e4m3_blocks, fp8_blocks, narrow, rounded, widen
 
 MOST = 32  # tokens of one program of Sinkhorn's, at most
 ADDED = 4096  # numbers of parts that such a program loads at a time
@@ -32,11 +32,12 @@ def merge(
     rms_eps: float,
     head: bool = False,
     coded: bool = False,
+    rounds: bool = False,
 ):
     """(y [N, d], post fp32 [N, n], comb fp32 [N, n, n]) of streams [N, n, d] (N ≥ 1) and their parts.
 
     y is normalised by weight [d] unless that is None. A head has neither post nor comb: they are None. coded: y is
-    `CodedRows` where products take codes.
+    `CodedRows` where products take codes; rounds: `RoundedRows` where they do not round it by themselves.
     """
     (N, n, d), device = streams.shape, streams.device
     splits, _, MP = parts.data.shape
@@ -48,6 +49,8 @@ def merge(
     codes = scales = None
     if coded and N >= FEWEST and d % BLOCK == 0 and capability(device)[0] == 9:
         codes, scales = torch.empty(N, d, dtype=torch.uint8, device=device), scales_of(y)
+    elif rounds and N > STREAMED and d % BLOCK == 0:
+        codes = torch.empty_like(y)
     B, split_block = next_power(d), next_power(splits)
     warps, pdl = min(16, max(WARPS, n * B // (32 * HELD))), dependent_launch(device)
     _merge[(blocks + N,)](
@@ -84,7 +87,7 @@ def merge(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    x = y if codes is None or scales is None else CodedRows(y, codes, scales)
+    x = y if codes is None else RoundedRows(y, codes) if scales is None else CodedRows(y, codes, scales)
     return x, post, comb if head else comb.view(N, n, n)
 
 
@@ -194,8 +197,8 @@ def _collapse(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = Σ_j (σ(m[j]·scale₀ + base[j]) + eps)·h[j] of one token, normalised if NORM; with CODES uint8 [N, d] and
-    SCALES fp32 [d / 128, N] also rounded to FP8."""
+    """y = Σ_j (σ(m[j]·scale₀ + base[j]) + eps)·h[j] of one token, normalised if NORM; with CODES [N, d] also
+    rounded to FP8: numbers, or codes uint8 with SCALES fp32 [d / 128, N]."""
     token, i, h, bases, scale, weight = token.to(tl.int64), tl.arange(0, B), (), (), tl.load(SCALE), 0.0
     for j in tl.static_range(n):
         bases = bases + (tl.load(BASE + j),)
@@ -223,7 +226,10 @@ def _collapse(
         y *= widen(weight)
     y = narrow(y, Y.dtype.element_ty)
     tl.store(Y + token * d + i, y, mask=i < d)
-    if CODES is not None:
+    if CODES is not None and SCALES is None:
+        numbers = tl.reshape(fp8_blocks(widen(y)[None, :], d, 1, B, 128), [B])
+        tl.store(CODES + token * d + i, narrow(numbers, y.dtype), mask=i < d)
+    if SCALES is not None:
         codes, factors = e4m3_blocks(tl.reshape(widen(y), [B // 128, 128]))
         block = tl.arange(0, B // 128)
         tl.store(CODES + token * d + i, tl.reshape(codes, [B]), mask=i < d)

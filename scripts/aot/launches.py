@@ -139,7 +139,9 @@ def heads_with_codes(tokens: int) -> None:
 
 def inputs_with_codes(tokens: int) -> None:
     """On the same GPUs."""
-    mhc_post_pre_norm(*productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=tokens), True)
+    drawn = productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=tokens)
+    mhc_post_pre_norm(*drawn, True)
+    mhc_post_pre_norm(*drawn, False, True)  # of more tokens, numbers
 
 
 def attention_of_many() -> None:

@@ -1,11 +1,11 @@
-"""Inputs of sublayers with the codes of their rounding: where they come from and go to, and that no hook sees them."""
+"""Inputs of sublayers with what they are rounded to: where they come from and go to, and that no hook sees them."""
 
 import pytest
 import torch
 
 from dsv4 import load_model
 from dsv4.kernels.hyper_connections import triton_merge
-from dsv4.kernels.quantize.coded import CodedRows
+from dsv4.kernels.quantize.coded import CodedRows, RoundedRows
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from dsv4.model.spec import LayerKind
 from dsv4.model.step import CapturedStep
@@ -61,25 +61,28 @@ def as_on_hopper(monkeypatch):
     """Few tokens have codes too."""
     monkeypatch.setattr(triton_merge, "capability", lambda device: (9, 0))
     monkeypatch.setattr(triton_merge, "FEWEST", 2)
+    monkeypatch.setattr(triton_merge, "STREAMED", 1)
 
 
 # Over 5 s: it interprets all kernels of three layers, twice.
 def test_codes_go_where_the_input_is_rounded(path, as_on_hopper, monkeypatch):
-    """Not to CSA layers, whose products have exact sums, nor to low-rank queries and the head. The step has the bits of
-    one without codes."""
+    """Inputs of CSA layers, whose products have exact sums, come with numbers; low-rank queries and the head with
+    nothing. The step has the bits of one without either."""
     ids = torch.tensor([[5], [80]])
     model, given = watched(path, "qat")
     logits = DecodeGraph(model, model.new_cache(2, 8)).step(ids).clone()
-    coded = {name: [isinstance(x, CodedRows) for x in found] for name, found in given.items()}
-    assert coded["moe"] == [True] * 3
-    assert coded["linears"] == [True, False, False, False, True, False, False]
+    plain, coded = torch.Tensor, CodedRows
+    assert [type(x) for x in given["moe"]] == [coded] * 3
+    assert [type(x) for x in given["linears"]] == [coded, plain, RoundedRows, plain, coded, plain, plain]
+    [each] = (x for x in given["linears"] if isinstance(x, RoundedRows))
+    assert torch.equal(each.rounded, simulate_fp8_blocks(each.x, 128))
     for each in (x for found in given.values() for x in found if isinstance(x, CodedRows)):
         numbers = each.codes.view(torch.float8_e4m3fn).float().unflatten(1, (-1, 128)) * each.scales.T.unsqueeze(-1)
         assert torch.equal(numbers.flatten(1), simulate_fp8_blocks(each.x, 128).float())
     monkeypatch.undo()
     model, given = watched(path, "qat")
     assert torch.equal(logits, DecodeGraph(model, model.new_cache(2, 8)).step(ids))
-    assert given["moe"] and not any(isinstance(x, CodedRows) for found in given.values() for x in found)
+    assert {type(x) for found in given.values() for x in found} == {torch.Tensor}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counted in the interpreter")
@@ -90,5 +93,6 @@ def test_hooks_see_numbers_and_inputs_that_nothing_rounds_have_no_codes(
     model, given = watched(path, numerics, hook)
     launched(model, monkeypatch)
     assert [type(x) for x in given["hooks"]] == [torch.Tensor] * (6 if hook else 0)
-    assert any(isinstance(x, CodedRows) for x in given["moe"]) is (numerics == "qat" and not hook)
-    assert any(isinstance(x, CodedRows) for x in given["linears"]) is (numerics == "qat" and not hook)
+    rounded = numerics == "qat" and not hook
+    assert {type(x) for x in given["moe"]} == ({CodedRows} if rounded else {torch.Tensor})
+    assert {type(x) for x in given["linears"]} == {torch.Tensor, *((CodedRows, RoundedRows) if rounded else ())}

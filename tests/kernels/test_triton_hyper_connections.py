@@ -10,7 +10,8 @@ from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.hyper_connections import mhc_post, mhc_pre, reference, triton_merge, triton_statistics
 from dsv4.kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
 from dsv4.kernels.linear import triton_fp8
-from dsv4.kernels.quantize.coded import CodedRows
+from dsv4.kernels.quantize import simulate_fp8_blocks
+from dsv4.kernels.quantize.coded import CodedRows, RoundedRows
 from dsv4.kernels.rms_norm.reference import rms_norm
 from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
@@ -274,6 +275,21 @@ def test_the_input_comes_with_the_codes_of_its_rounding(tokens, d, dtype, monkey
         assert isinstance(found, CodedRows) and all(map(torch.equal, (*before, found.x, post, comb), wanted))
         assert all(map(torch.equal, found[1:], triton_fp8.quantised(x)))
         assert len(others) == len(before) and len(found.scales.unique()) > d // 128
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_input_comes_with_its_rounded_numbers(dtype):
+    """For more tokens than are rounded while weights are streamed, and whole blocks."""
+    case = Case(33, d=384, dtype=dtype)
+    case.weight *= 2.0 ** (torch.arange(384, device=DEVICE) // 128 * 9 - 12)
+    given = *case.weights, 3, EPS, EPS, case.weight, EPS
+    _, found, *rest = mhc_post_pre_norm(*case.mixing, *given, False, True)
+    _, x, *wanted = mhc_post_pre_norm(*case.mixing, *given)
+    assert isinstance(found, RoundedRows) and torch.equal(found.x, x) and all(map(torch.equal, rest, wanted))
+    assert torch.equal(found.rounded, simulate_fp8_blocks(x, 128)) and not torch.equal(found.rounded, x)
+    for other in (Case(32, d=384, dtype=dtype), Case(33, d=80, dtype=dtype)):
+        x, *_ = mhc_pre_norm(other.streams, *other.weights, 3, EPS, EPS, other.weight, EPS, False, True)
+        assert type(x) is torch.Tensor
 
 
 @pytest.mark.parametrize("tokens,d,generation", [(9, 128, 9), (10, 80, 9), (10, 128, 8)])
