@@ -69,10 +69,10 @@ class Rows:
         the model's backend."""
         return self.flat, torch.where(numbers < 0, -1, self.index(step, numbers)).flatten(0, 1)
 
-    def run(self, step: Step) -> int:
-        """Row b · run + i of the pool holds number i of the step's row b, one of several; 0: another does, or `chosen`
-        has more to do."""
-        return 0
+    def run(self, step: Step) -> int | None:
+        """Row b · run + i of the pool holds number i of the step's row b, one of several; None: another does, or
+        `chosen` has more to do."""
+        return None
 
     def held(self) -> torch.Tensor:
         """All rows of a pool that batch rows do not share, [batch, n, width], in fp32 where they are packed."""
@@ -121,8 +121,8 @@ class Linear(Rows):
             return self.flat, numbers.flatten(0, 1)
         return super().chosen(step, numbers, op)
 
-    def run(self, step: Step) -> int:
-        return self.n if step.captured and step.B > 1 else 0
+    def run(self, step: Step) -> int | None:
+        return self.n if step.captured and step.B > 1 else None
 
     def held(self) -> torch.Tensor:
         return decode_rows(self.buffer) if self.packed else self.buffer
@@ -266,7 +266,7 @@ class Entries(Numbered):
         """All entries [batch, n, width], in fp32 where they are packed."""
         return self.rows.held()
 
-    def run(self, step: Step) -> int:
+    def run(self, step: Step) -> int | None:
         """`Rows.run`, by which `ChosenRows` of the step may be made."""
         return self.rows.run(step)
 

@@ -17,6 +17,7 @@ from dsv4.cache.rows import ChosenRows
 from dsv4.errors import MissingSelection
 from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.fusions.compositions import KV_BLOCK, pool_windows
+from dsv4.kernels.quantize.coded import Rows, plain
 from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, RMSNorm, parameter
@@ -65,19 +66,26 @@ class WindowAttention(Module):
         self.numerics, self.simulate_kv, self.op = numerics, numerics.simulate_kv, op
         self.path: dict = {}
 
-    def forward(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    def takes_rounded(self, step: Step) -> tuple[bool, bool]:
+        """Whether the layer's input may be `CodedRows`, and `RoundedRows`: a map takes it so, and no hook sees it."""
+        if not step.parts.takes_rounded or self.watched:
+            return False, False
+        maps = [m.module for m in self.maps(step)]
+        return any(m.takes_codes for m in maps), any(m.simulate and m.exact_sums for m in maps)
+
+    def forward(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """x [N, d] (normalised) → [N, d]; writes this step's rows to the cache."""
-        return self.ranks.sum(self.part(x, step, cache), x.dtype)
+        return self.ranks.sum(self.part(x, step, cache), plain(x).dtype)
 
     def defers(self, x: torch.Tensor) -> bool:
         """Whether the sum over ranks of so many tokens can be left to the kernel that reads it."""
         return self.ranks.defers(x)
 
-    def deferred(self, x: torch.Tensor, step: Step, cache: LayerCache) -> Unsummed:
+    def deferred(self, x: Rows, step: Step, cache: LayerCache) -> Unsummed:
         """`forward`, summed over ranks by the kernel that reads it."""
-        return self.ranks.deferred(self.part(x, step, cache), x.dtype)
+        return self.ranks.deferred(self.part(x, step, cache), plain(x).dtype)
 
-    def part(self, x: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
+    def part(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         """What this rank's heads add to the sum over ranks: [N, d], of several ranks fp32."""
         given = step.parts.mapped(self.op, x, self.maps, step)
         qr, q = self.queries(given, step)
@@ -284,7 +292,8 @@ class LightningIndexer(Module):
             return self._shared(*self.scored(x, qr, step, cache))
         if "select_entries" in self.op.fused:
             given = *self.scored(x, qr, step, cache), self.topk, self.simulate_index
-            if not self.watched and (run := cache.main.entries.run(step)):
+            run = None if self.watched else cache.main.entries.run(step)
+            if run is not None:
                 return ChosenRows(self.op.select_entries(*given, run).flatten(0, 1))
             return self.op.select_entries(*given)
         return self.op.topk_entries(self.scores(x, qr, step, cache), self.topk)

@@ -5,6 +5,7 @@ import torch
 
 from dsv4.cache.layer import LayerCache
 from dsv4.kernels.collectives.unsummed import Unsummed, sum_now
+from dsv4.kernels.quantize.coded import Rows, plain
 from dsv4.model.attention import ATTENTION, WindowAttention
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import RMSNorm, parameter
@@ -76,26 +77,28 @@ class Block(Module):
         """The block up to its last write to the streams. pending: (streams,), or (out, streams, post, comb) of the
         sublayer before, whose output is still to be merged, and of ranks maybe to be summed. Returns such a tuple of
         its own last sublayer."""
-        streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm)
+        streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm, *self.attn.takes_rounded(step))
         pending = result(self.attn, x, step, cache), streams, post, comb
-        streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm)
+        streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm, self.ffn.takes_codes(step))
         return result(self.ffn, x, step.ids), streams, post, comb
 
-    def _read(self, pending: tuple, connection: HyperConnection, norm: RMSNorm) -> tuple:
-        """(streams, normalised input [N, d], post, comb) of the sublayer that follows `pending`."""
+    def _read(self, pending: tuple, connection: HyperConnection, norm: RMSNorm, coded=False, rounded=False) -> tuple:
+        """(streams, normalised input [N, d], post, comb) of the sublayer that follows `pending`. coded, rounded: the
+        input may be `CodedRows`, or `RoundedRows`."""
+        given = norm.weight, norm.eps, coded, rounded
         if len(pending) == 4 and fuses(self.op, "mhc_post_pre_norm", connection, norm):
-            return self.op.mhc_post_pre_norm(*pending, *connection.arguments(), norm.weight, norm.eps)
+            return self.op.mhc_post_pre_norm(*pending, *connection.arguments(), *given)
         streams = merged(self.op, pending)
         if fuses(self.op, "mhc_pre_norm", connection, norm):
-            return streams, *self.op.mhc_pre_norm(streams, *connection.arguments(), norm.weight, norm.eps)
+            return streams, *self.op.mhc_pre_norm(streams, *connection.arguments(), *given)
         x, post, comb = connection(streams)
         return streams, norm(x), post, comb
 
 
-def result(sublayer: WindowAttention | MoE, x: torch.Tensor, *given) -> torch.Tensor | Unsummed:
+def result(sublayer: WindowAttention | MoE, x: Rows, *given) -> torch.Tensor | Unsummed:
     """What a sublayer adds to the streams: [N, d]. Where a kernel can sum it over ranks or experts while it merges it,
     and no hook is to see the sum, it is left to that kernel."""
-    if sublayer.watched or not sublayer.defers(x):
+    if sublayer.watched or not sublayer.defers(plain(x)):
         return sublayer(x, *given)
     return sublayer.deferred(x, *given)
 

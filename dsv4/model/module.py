@@ -18,7 +18,7 @@ from torch.nn.modules import module as hooks
 from dsv4.kernels.cache_rows import PackedRows
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.fusions.compositions import IndexHeads, Latents, Windows, finish_entries
-from dsv4.kernels.quantize.coded import CodedRows
+from dsv4.kernels.quantize.coded import CodedRows, Rows
 from dsv4.loaders.cuts import Cut
 
 
@@ -81,12 +81,13 @@ class Map(NamedTuple):
 
 
 class Mapped:
-    """An input x [N, K] whose linear maps run as one composition, when the first of them is asked for.
+    """An input x [N, K], perhaps with what it is rounded to. Its linear maps run as one composition, when the first of
+    them is asked for.
 
     norm: a module that x passes through first, or None. A `Linear` takes it in place of a tensor.
     """
 
-    def __init__(self, op, x: torch.Tensor, norm: Any, maps: Sequence[Map]):
+    def __init__(self, op, x: Rows, norm: Any, maps: Sequence[Map]):
         self._op, self._x, self._norm, self._maps = op, x, norm, tuple(maps)
         self._found: dict[Map, torch.Tensor] = {}
 
@@ -112,6 +113,8 @@ Maps = Callable[[Any], Sequence[Map]]  # of a step: only who runs maps together 
 
 class Separate:
     """Every part by itself, at once."""
+
+    takes_rounded = False  # whether an input may come with what it is rounded to
 
     def mapped(self, op, x: torch.Tensor, maps: Maps, step: Any) -> Input:
         """x [N, K] in the form in which it is given to the linear maps maps(step)."""
@@ -167,6 +170,8 @@ class Separate:
 class Together(Separate):
     """All linear maps of one input in one composition, and all that lies between them and attention in another,
     `attention_inputs`. Modules' own calls do not happen, so hooks do not see them."""
+
+    takes_rounded = True
 
     def __init__(self):
         self._start()

@@ -10,14 +10,14 @@ from dsv4.kernels.cache_rows import PackedRows
 # block of the simulation and of the packed rows: with equal blocks packing loses nothing
 from dsv4.kernels.cache_rows.formats import KEY_BLOCK as INDEX_KEY_BLOCK
 from dsv4.kernels.cache_rows.formats import KV_BLOCK
-from dsv4.kernels.quantize.coded import CodedRows, plain
+from dsv4.kernels.quantize.coded import CodedRows, Rows, plain
 from dsv4.kernels.quantize.weights import PackedWeight
 from dsv4.kernels.rope.reference import rotation
 
 
 def linears(
     op,
-    x: torch.Tensor | CodedRows,
+    x: Rows,
     norm: torch.Tensor | None,
     eps: float,
     weights: tuple[PackedWeight, ...],
@@ -27,8 +27,8 @@ def linears(
     """Several linear maps of one input: x [N, K], normalised by rms_norm(x, norm, eps) first unless norm [K] is None.
 
     weights[i] [O_i, K]; simulate[i] as in `linear`; dtypes[i]: torch.float32 for a result that is not rounded to
-    x.dtype (products of x as it is, sums in fp32), None for x.dtype. Returns tensors [N, O_i]. Of `CodedRows` an
-    implementation may multiply the codes where x would be rounded to FP8.
+    x.dtype (products of x as it is, sums in fp32), None for x.dtype. Returns tensors [N, O_i]. An implementation may
+    multiply what comes with x where x would be rounded to FP8.
     """
     x = plain(x)
     if norm is not None:
@@ -114,14 +114,16 @@ def finish_entries(op, entries: torch.Tensor, cis: torch.Tensor, simulate: str |
     return op.simulate_fp4_blocks(op.hadamard(entries), INDEX_KEY_BLOCK) if simulate == "key" else entries
 
 
-def select_entries(op, q, weights, keys, visible, k: int, rounded: bool = False, run: int = 0) -> torch.Tensor:
+def select_entries(
+    op, q, weights, keys, visible, k: int, rounded: bool = False, run: int | None = None
+) -> torch.Tensor:
     """The k best entries of each query by index score: `topk_entries` of `index_scores`, int64 [B, T, min(k, n)].
 
     rounded: the caller knows that q, and keys that are not packed, were rounded by `simulate_fp4_blocks` (a hint that
     may be ignored). run: an entry of batch row b is given as row b · run + entry of a pool.
     """
     entry = op.topk_entries(op.index_scores(q, weights, keys, visible), k)
-    return chosen_rows(op, entry, run).view_as(entry) if run else entry
+    return entry if run is None else chosen_rows(op, entry, run).view_as(entry)
 
 
 def project_heads(
@@ -133,19 +135,24 @@ def project_heads(
     return op.grouped_linear(heads, w).flatten(1)
 
 
-def mhc_pre_norm(op, streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float):
-    """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb)."""
+def mhc_pre_norm(
+    op, streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
+    coded: bool = False, rounded: bool = False,
+):  # fmt: skip
+    """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb). coded: x may be
+    `CodedRows`; rounded: it may be `RoundedRows`."""
     x, post, comb = op.mhc_pre(streams, fn, scale, base, iters, eps, norm_eps)
     return op.rms_norm(x, weight, rms_eps), post, comb
 
 
 def mhc_post_pre_norm(
-    op, out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
-):
+    op, out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
+    coded: bool = False, rounded: bool = False,
+):  # fmt: skip
     """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
-    comb)."""
+    comb). coded, rounded: as of `mhc_pre_norm`."""
     streams = op.mhc_post(out, streams, post, comb)
-    return streams, *mhc_pre_norm(op, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
+    return streams, *mhc_pre_norm(op, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded, rounded)
 
 
 def moe(

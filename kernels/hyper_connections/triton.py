@@ -47,17 +47,24 @@ def mhc_head(streams, fn, scale, base, eps: float, norm_eps: float) -> torch.Ten
     return merge(streams, parts, scale, base, 0, eps, norm_eps, None, 0.0, head=True)[0]
 
 
-def mhc_pre_norm(streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float):
-    """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb)."""
-    return _pre("mhc_pre_norm", None, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)[1:]
+def mhc_pre_norm(
+    streams, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
+    coded: bool = False, rounded: bool = False,
+):  # fmt: skip
+    """`mhc_pre`, its first result normalised by weight [d]: returns (x [N, d], post, comb). coded: x may be
+    `CodedRows`; rounded: it may be `RoundedRows`."""
+    given = streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps
+    return _pre("mhc_pre_norm", None, *given, coded, rounded)[1:]
 
 
 def mhc_post_pre_norm(
-    out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float
-):
+    out, streams, post, comb, fn, scale, base, iters: int, eps: float, norm_eps: float, weight, rms_eps: float,
+    coded: bool = False, rounded: bool = False,
+):  # fmt: skip
     """Merge a sublayer's output into the streams, and compute the next sublayer's input: returns (streams, x, post,
-    comb). out may be `Unsummed` over ranks."""
-    return _pre("mhc_post_pre_norm", (out, post, comb), streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps)
+    comb). out may be `Unsummed` over ranks. coded, rounded: as of `mhc_pre_norm`."""
+    given = streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps
+    return _pre("mhc_post_pre_norm", (out, post, comb), *given, coded, rounded)
 
 
 mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
@@ -67,15 +74,16 @@ mhc_pre.__doc__, mhc_post.__doc__, mhc_head.__doc__ = (
 )
 
 
-def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps):
-    """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`."""
+def _pre(name, merged, streams, fn, scale, base, iters, eps, norm_eps, weight, rms_eps, coded=False, rounded=False):
+    """(streams, y, post, comb), after mhc_post if `merged` = (out, post, comb), y normalised if `weight`, and perhaps
+    rounded too."""
     streams, (fn, scale, base, weight, *merged) = checked(name, streams, (fn, scale, base, weight, *(merged or ())))
     N, n, d = streams.shape
     if not N:
         empty = lambda *shape, dtype=torch.float32: torch.empty(0, *shape, dtype=dtype, device=streams.device)
         return streams, empty(d, dtype=streams.dtype), empty(n), empty(n, n)
     streams, parts = statistics(streams, fn, tuple(merged) or None)
-    return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps)
+    return streams, *merge(streams, parts, scale, base, iters, eps, norm_eps, weight, rms_eps, False, coded, rounded)
 
 
 def checked(name: str, streams: torch.Tensor, others: tuple) -> tuple[torch.Tensor, list]:

@@ -10,8 +10,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.hyper_connections.triton_statistics import Parts
-from dsv4.kernels.launch import dependent_launch, next_power, processors
-from dsv4.kernels.quantize.triton_codes import INTERPRETED, narrow, rounded, widen
+from dsv4.kernels.launch import capability, dependent_launch, next_power, processors
+from dsv4.kernels.quantize.coded import BLOCK, FEWEST, STREAMED, CodedRows, RoundedRows, scales_of
+from dsv4.kernels.quantize.triton_codes import INTERPRETED, e4m3_blocks, fp8_blocks, narrow, rounded, widen
 
 MOST = 32  # tokens of one program of Sinkhorn's, at most
 ADDED = 4096  # numbers of parts that such a program loads at a time
@@ -30,10 +31,13 @@ def merge(
     weight: torch.Tensor | None,
     rms_eps: float,
     head: bool = False,
+    coded: bool = False,
+    rounds: bool = False,
 ):
     """(y [N, d], post fp32 [N, n], comb fp32 [N, n, n]) of streams [N, n, d] (N ≥ 1) and their parts.
 
-    y is normalised by weight [d] unless that is None. A head has neither post nor comb: they are None.
+    y is normalised by weight [d] unless that is None. A head has neither post nor comb: they are None. coded: y is
+    `CodedRows` where products take codes; rounds: `RoundedRows` where they do not round it by themselves.
     """
     (N, n, d), device = streams.shape, streams.device
     splits, _, MP = parts.data.shape
@@ -42,6 +46,11 @@ def merge(
     blocks = 0 if head else triton.cdiv(N, block)
     if not head:
         post, comb = (torch.empty(N, width, dtype=torch.float32, device=device) for width in (n, n * n))
+    codes = scales = None
+    if coded and N >= FEWEST and d % BLOCK == 0 and capability(device)[0] == 9:
+        codes, scales = torch.empty(N, d, dtype=torch.uint8, device=device), scales_of(y)
+    elif rounds and N > STREAMED and d % BLOCK == 0:
+        codes = torch.empty_like(y)
     B, split_block = next_power(d), next_power(splits)
     warps, pdl = min(16, max(WARPS, n * B // (32 * HELD))), dependent_launch(device)
     _merge[(blocks + N,)](
@@ -51,6 +60,9 @@ def merge(
         base,
         streams if weight is None else weight,
         y,
+        codes,
+        scales,
+        0 if scales is None else scales.stride(0),
         post,
         comb,
         N,
@@ -75,7 +87,8 @@ def merge(
         num_warps=warps,
         launch_pdl=pdl,
     )
-    return y, post, comb if head else comb.view(N, n, n)
+    x = y if codes is None else RoundedRows(y, codes) if scales is None else CodedRows(y, codes, scales)
+    return x, post, comb if head else comb.view(N, n, n)
 
 
 @triton.jit
@@ -89,7 +102,7 @@ def reciprocal(x):
     return y
 
 
-@triton.jit(do_not_specialize=["N", "splits", "blocks", "iters"])
+@triton.jit(do_not_specialize=["N", "splits", "blocks", "iters", "scales_stride"])
 def _merge(
     H,
     PART,
@@ -97,6 +110,9 @@ def _merge(
     BASE,
     WEIGHT,
     Y,
+    CODES,
+    SCALES,
+    scales_stride,
     POST,
     COMB,
     N,
@@ -135,6 +151,9 @@ def _merge(
             BASE,
             WEIGHT,
             Y,
+            CODES,
+            SCALES,
+            scales_stride,
             N - 1 - (program - blocks),
             N,
             splits,
@@ -160,6 +179,9 @@ def _collapse(
     BASE,
     WEIGHT,
     Y,
+    CODES,
+    SCALES,
+    scales_stride,
     token,
     N,
     splits,
@@ -175,7 +197,8 @@ def _collapse(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = Σ_j (σ(m[j]·scale₀ + base[j]) + eps)·h[j] of one token, normalised if NORM."""
+    """y = Σ_j (σ(m[j]·scale₀ + base[j]) + eps)·h[j] of one token, normalised if NORM; with CODES [N, d] also
+    rounded to FP8: numbers, or codes uint8 with SCALES fp32 [d / 128, N]."""
     token, i, h, bases, scale, weight = token.to(tl.int64), tl.arange(0, B), (), (), tl.load(SCALE), 0.0
     for j in tl.static_range(n):
         bases = bases + (tl.load(BASE + j),)
@@ -201,7 +224,16 @@ def _collapse(
         y = rounded(y, Y.dtype.element_ty)  # the collapse and the norm are two operations
         y *= tl.rsqrt(tl.sum(y * y, 0) / d + rms_eps)
         y *= widen(weight)
-    tl.store(Y + token * d + i, narrow(y, Y.dtype.element_ty), mask=i < d)
+    y = narrow(y, Y.dtype.element_ty)
+    tl.store(Y + token * d + i, y, mask=i < d)
+    if CODES is not None and SCALES is None:
+        numbers = tl.reshape(fp8_blocks(widen(y)[None, :], d, 1, B, 128), [B])
+        tl.store(CODES + token * d + i, narrow(numbers, y.dtype), mask=i < d)
+    if SCALES is not None:
+        codes, factors = e4m3_blocks(tl.reshape(widen(y), [B // 128, 128]))
+        block = tl.arange(0, B // 128)
+        tl.store(CODES + token * d + i, tl.reshape(codes, [B]), mask=i < d)
+        tl.store(SCALES + block * scales_stride + token, factors, mask=block < d // 128)
 
 
 @triton.jit

@@ -66,7 +66,7 @@ def select_entries(
     visible: torch.Tensor,
     k: int,
     rounded: bool = False,
-    run: int = 0,
+    run: int | None = None,
 ) -> torch.Tensor:
     """`topk_entries` of `index_scores`: int64 [B, T, min(k, n)], in another order. If n ≤ k nothing is scored: the
     result is every visible entry, and −1 for the others. So is that of a query that sees at most k, if it is one of
@@ -92,7 +92,7 @@ def select_entries(
     return out
 
 
-def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Tensor, run: int) -> None:
+def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Tensor, run: int | None) -> None:
     """The selection of scores by `launch_scores`, k < n."""
     width, maxima_width = _width(n), maxima_layout(n)[0]
     (B, T), device = q.shape[:2], q.device
@@ -108,7 +108,7 @@ def _select_by_products(q, weights, keys, visible, n: int, k: int, out: torch.Te
         choose(how, part, n, k, seen, out[c, s], maxima, not how.by_number, run, c.start)
 
 
-def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor, run: int) -> None:
+def _select_by_codes(q, weights, keys, visible, n: int, k: int, out: torch.Tensor, run: int | None) -> None:
     """The selection of scores by `launch_codes`, k < n."""
     width, (B, T), device = _width(n), q.shape[:2], q.device
     batches, queries = _chunk_of_codes(B, T, max(1, codes_scratch(n) // (4 * width)), device)

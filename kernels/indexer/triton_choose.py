@@ -71,15 +71,15 @@ def choose(
     out: torch.Tensor,
     maxima: torch.Tensor | None = None,
     scored: bool = True,
-    run: int = 0,
+    run: int | None = None,
     first: int = 0,
 ) -> None:
     """The k ≤ n best of the first n of scores fp32 [B, T, ≥ n], a row's next to each other, to out int64 [B, T, k],
     contiguous.
 
     maxima: from the scores' kernel, if `how` has levels; without them they are made here. scored: if not, rows with at
-    most k visible entries, all of which are chosen, may have no scores; that `how.by_number` says. An entry of row b is
-    written as (first + b) · run + its number.
+    most k visible entries, all of which are chosen, may have no scores; that `how.by_number` says. run: an entry
+    of row b is written as (first + b) · run + its number.
     """
     B, T = scores.shape[:2]
     rows, device = B * T, scores.device
@@ -216,7 +216,7 @@ def choose(
     )
 
 
-def choose_visible(visible: torch.Tensor, out: torch.Tensor, run: int = 0) -> None:
-    """b · run + every entry < visible int64 [B, T] to out int64 [B, T, n], contiguous, −1 for the others."""
+def choose_visible(visible: torch.Tensor, out: torch.Tensor, run: int | None = None) -> None:
+    """Every entry < visible int64 [B, T] to out int64 [B, T, n], contiguous, −1 for the others. run: as of `choose`."""
     B, T, n = out.shape
     visible_entries[(B * T,)](out, visible, T, n, *visible.stride(), run, min(1024, next_power(n)), num_warps=4)

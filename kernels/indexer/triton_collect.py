@@ -13,8 +13,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dsv4.kernels.indexer.triton_scores import monotone
 from dsv4.kernels.indexer.triton_topk import (
     descend,
+    first_row,
     level_groups,
     narrow,
+    numbered,
     row_of_program,
     seen_entries,
     sortable,
@@ -135,7 +137,7 @@ def _found(FOUND, counts, first, PARTS: tl.constexpr, ROOM: tl.constexpr, EACH: 
     return tl.reshape(tl.where(at < counts[:, None], x, _LEAST), [PARTS * EACH])
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k", "first", "run"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k", "first", "RUN"])
 def rank_found(
     SCORES,
     MAXIMA,
@@ -154,7 +156,7 @@ def rank_found(
     second,
     k,
     first,
-    run,
+    RUN,
     SEEN: tl.constexpr,
     CLASSES: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -167,15 +169,15 @@ def rank_found(
     PDL: tl.constexpr,
 ):
     """The k best of a row (axis 0) among what `collect` found, each at its rank, to OUT int64 [rows, k]; −1 where there
-    are not as many or a score is −inf. An entry is written as (first + the batch row) · run + its number. Programs of
-    axis 1 rank MINE of every part at a time.
+    are not as many or a score is −inf. An entry is written as (first + its batch row) · RUN + its number, with RUN.
+    Programs of axis 1 rank MINE of every part at a time.
 
     If a part had more than there is room for, the first program descends instead, with scratch LIST int32 [rows,
     CANDIDATES / 4].
     """
     row, b, t = row_of_program(T)
     FOUND += row * (PARTS * ROOM)
-    OUT, base = OUT + row * k, (first + b) * run
+    OUT, base = OUT + row * k, first_row(b, first, RUN)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -202,4 +204,6 @@ def rank_found(
             y = ahead
         rank = tl.sum(higher, 0)
         entry = 2147483647 - (x & 2147483647)
-        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, base + entry), mask=(x > _LEAST) & (rank < k))
+        tl.store(
+            OUT + rank, numbered(tl.where((x >> 32) == _MINUS_INF, -1, entry), base), mask=(x > _LEAST) & (rank < k)
+        )

@@ -14,7 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsv4.kernels.indexer.triton_narrow import narrow, narrowed, score_of, tried
 from dsv4.kernels.indexer.triton_scores import monotone
-from dsv4.kernels.indexer.triton_topk import every_entry, row_of_program, seen_entries
+from dsv4.kernels.indexer.triton_topk import every_entry, first_row, numbered, row_of_program, seen_entries
 
 _LOWEST, _HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 _MINUS_INF = tl.constexpr(-2139095041)  # monotone(−inf)
@@ -204,7 +204,7 @@ def _search(SCORES, seen, k, PADDED: tl.constexpr):
 
 @triton.jit
 def _emit(SCORES, LIST, ENTRY, OUT, live, listed, low, left, base, PADDED: tl.constexpr):
-    """base int64 + entries with keys above `low`, and the first `left` of those that equal it, to OUT int64 in their
+    """Entries with keys above `low`, and the first `left` of those that equal it, `numbered`, to OUT int64 in their
     order, −1 where a score is −inf. `left` is negative if that is all."""
     i, done = tl.arange(0, _STEP), live * 0
     least = tl.where(left >= 0, tl.maximum(low, _LOWEST + 1), low)
@@ -225,11 +225,11 @@ def _emit(SCORES, LIST, ENTRY, OUT, live, listed, low, left, base, PADDED: tl.co
         chosen = key >= least
         places, total = _places(chosen)
         entry = _in_turn(tl.where(key == _MINUS_INF, -1, entry))
-        tl.store(OUT + _in_turn(done + places), tl.where(entry < 0, -1, base + entry), mask=_in_turn(chosen))
+        tl.store(OUT + _in_turn(done + places), numbered(entry, base), mask=_in_turn(chosen))
         done += total
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k", "first", "run"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k", "first", "RUN"])
 def filter_rows(
     SCORES,
     LIST,
@@ -243,7 +243,7 @@ def filter_rows(
     v_t,
     k,
     first,
-    run,
+    RUN,
     SEEN: tl.constexpr,
     SCORED: tl.constexpr,
     C: tl.constexpr,
@@ -253,9 +253,10 @@ def filter_rows(
 ):
     """The k best of the entries < seen of one row a program, in their order, to OUT int64 [rows, k]. LIST int32 [rows,
     7·C]: scratch; C ≥ max(SAMPLE, 512), and C ≥ 2·k. One warp. Without SCORED a row of seen ≤ k has no scores: all its
-    entries are chosen. An entry is written as (first + the batch row) · run + its number."""
+    entries are chosen. With RUN an entry is written as (first + its batch row) · RUN + its
+    number."""
     row, b, t = row_of_program(T)
-    base = (first + b) * run
+    base = first_row(b, first, RUN)
     SCORES += b * s_b + t * s_t
     OUT += row * k
     LIST += row * (7 * C)
@@ -267,7 +268,7 @@ def filter_rows(
         if SCORED:
             i = tl.arange(0, C // 2)
             key, inside = _keys(SCORES, i, seen, False)
-            tl.store(OUT + i, tl.where(inside & (key != _MINUS_INF), base + i, -1), mask=i < k)
+            tl.store(OUT + i, numbered(tl.where(inside & (key != _MINUS_INF), i, -1), base), mask=i < k)
         else:
             every_entry(OUT, seen, k, base, C // 2)
         return

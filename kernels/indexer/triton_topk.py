@@ -60,6 +60,24 @@ def _threshold(key, live, floor, k, enough, CLASSES: tl.constexpr, CANDIDATES: t
 
 
 @triton.jit
+def first_row(b, first, RUN):
+    """(first + b) · RUN, or None without RUN."""
+    base = None
+    if RUN is not None:
+        base = (first + b) * RUN
+    return base
+
+
+@triton.jit
+def numbered(entry, base):
+    """An entry, −1 for none, as int64: base + its number, unless base is None."""
+    number = entry.to(tl.int64)
+    if base is not None:
+        number = tl.where(number < 0, -1, base + number)
+    return number
+
+
+@triton.jit
 def level_keys(SCORES, MAXIMA, at, live, level, second, LEVELS: tl.constexpr):
     """int32 keys of a level: scores at 0, maxima of 8 entries at 1, of 64 from `second` on at 2; the least number if
     dead."""
@@ -95,7 +113,7 @@ def descend(
     LEVELS: tl.constexpr,
 ):  # fmt: skip
     """The k best of the entries < seen of one row to OUT int64 [k], −1 where there are not as many or a score is −inf.
-    An entry is written as base int64 + its number.
+    An entry is written as `numbered` has it.
 
     LIST int32 [2·CANDIDATES/8]: scratch of the row.
     """
@@ -117,7 +135,7 @@ def descend(
         chosen = higher | (equal & (ties < wanted))
         place = (before & 0xFFFF) + tl.minimum(ties, wanted)
         if level == 0:
-            tl.store(OUT + place, tl.where(key == _MINUS_INF, -1, base + at), mask=chosen)
+            tl.store(OUT + place, numbered(tl.where(key == _MINUS_INF, -1, at), base), mask=chosen)
         else:
             half = LIST + (level & 1) * (CANDIDATES // 8)
             tl.store(half + place, at, mask=chosen)
@@ -147,12 +165,12 @@ def seen_entries(VISIBLE, b, t, n, v_b, v_t, SEEN: tl.constexpr):
 
 @triton.jit
 def every_entry(OUT, seen, k, base, C: tl.constexpr):
-    """base int64 + entries < seen ≤ k to OUT int64 [k ≤ C], then −1."""
+    """Entries < seen ≤ k, `numbered`, to OUT int64 [k ≤ C], then −1."""
     i = tl.arange(0, C)
-    tl.store(OUT + i, tl.where(i < seen, base + i, -1), mask=i < k)
+    tl.store(OUT + i, numbered(tl.where(i < seen, i, -1), base), mask=i < k)
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k", "first", "run"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second", "k", "first", "RUN"])
 def topk_of_rows(
     SCORES,
     MAXIMA,
@@ -169,7 +187,7 @@ def topk_of_rows(
     second,
     k,
     first,
-    run,
+    RUN,
     SEEN: tl.constexpr,
     SCORED: tl.constexpr,
     CLASSES: tl.constexpr,
@@ -177,10 +195,11 @@ def topk_of_rows(
     LEVELS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`descend` for one row a program, from (first + its batch row) · run on. Without SCORED a row of seen ≤ k has no
+    """`descend` for one row a program. With RUN an entry is written as (first + its batch row) · RUN + its number.
+    Without SCORED a row of seen ≤ k has no
     scores: all its entries are chosen."""
     row, b, t = row_of_program(T)
-    base = (first + b) * run
+    base = first_row(b, first, RUN)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -217,7 +236,7 @@ def sortables(SCORES, at, seen):
     return tl.where(at < seen, sortable(key, at), _LEAST)
 
 
-@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k", "first", "run"])
+@triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "k", "first", "RUN"])
 def rank_entries(
     SCORES,
     OUT,
@@ -230,7 +249,7 @@ def rank_entries(
     v_t,
     k,
     first,
-    run,
+    RUN,
     SEEN: tl.constexpr,
     K: tl.constexpr,
     MINE: tl.constexpr,
@@ -238,10 +257,10 @@ def rank_entries(
     PDL: tl.constexpr,
 ):
     """The k best of the entries < seen of a row (axis 0), each at its rank, to OUT int64 [rows, k], −1 where there are
-    not as many or a score is −inf. An entry is written as (first + the batch row) · run + its number. Programs of axis
-    1 share the entries."""
+    not as many or a score is −inf. With RUN an entry is written as (first + its batch row) · RUN + its number.
+    Programs of axis 1 share the entries."""
     row, b, t = row_of_program(T)
-    base = (first + b) * run
+    base = first_row(b, first, RUN)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -259,7 +278,9 @@ def rank_entries(
             y = sortables(SCORES, start + tl.arange(0, OTHERS), seen)
             rank += tl.sum((y[None, :] > x[:, None]).to(tl.int32), 1)
         entry = 2147483647 - (x & 2147483647)
-        tl.store(OUT + rank, tl.where((x >> 32) == _MINUS_INF, -1, base + entry), mask=(mine < seen) & (rank < k))
+        tl.store(
+            OUT + rank, numbered(tl.where((x >> 32) == _MINUS_INF, -1, entry), base), mask=(mine < seen) & (rank < k)
+        )
 
 
 @triton.jit(do_not_specialize=["T", "n", "v_b", "v_t", "second"])
@@ -299,11 +320,12 @@ def maxima_of_rows(
         tl.store(MAXIMA + row * width + second + at, best, mask=at < level_groups(seen, 2))
 
 
-@triton.jit(do_not_specialize=["n", "T", "v_b", "v_t", "run"])
-def visible_entries(OUT, VISIBLE, T, n, v_b, v_t, run, BLOCK: tl.constexpr):
-    """OUT int64 [rows, n]: b · run + each entry, −1 from VISIBLE[b, t] on. One row a program."""
+@triton.jit(do_not_specialize=["n", "T", "v_b", "v_t", "RUN"])
+def visible_entries(OUT, VISIBLE, T, n, v_b, v_t, RUN, BLOCK: tl.constexpr):
+    """OUT int64 [rows, n]: each entry, with RUN as b · RUN + its number, −1 from VISIBLE[b, t] on. One row a
+    program."""
     row, b, t = row_of_program(T)
     seen = tl.load(VISIBLE + b * v_b + t * v_t)
     for start in range(0, n, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        tl.store(OUT + row * n + e, tl.where(e < seen, b * run + e, -1), mask=e < n)
+        tl.store(OUT + row * n + e, numbered(tl.where(e < seen, e, -1), first_row(b, 0, RUN)), mask=e < n)

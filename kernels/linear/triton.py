@@ -23,14 +23,14 @@ from dsv4.kernels.linear.triton_streams import SLOTS, TOKENS, apart, early, row_
 from dsv4.kernels.linear.triton_tiles import arrange, order, swizzle, tile_product, tile_words
 from dsv4.kernels.linear.triton_weights import Held, check, hold
 from dsv4.kernels.linear.triton_words import launch_dependents
-from dsv4.kernels.quantize.coded import FEWEST, CodedRows, plain, scales_of
+from dsv4.kernels.quantize.coded import FEWEST, STREAMED, CodedRows, RoundedRows, Rows, plain, scales_of
 from dsv4.kernels.quantize.triton import simulate_fp8_blocks
 from dsv4.kernels.quantize.triton_codes import narrow
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 from dsv4.kernels.rms_norm.triton import rms_norm, rms_norm_fp8
 
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
-AGAIN = 2 * TOKENS  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
+AGAIN = STREAMED  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
 AGAIN_BYTES = 24 << 20
 # Rounded tokens from which codes are multiplied. Fewer are streamed, several weights in one launch, which a single
 # weight does not gain by (`scripts/tune_fp8.py` on an H200: 4096 × 4096 with 8 tokens 16 µs and 17, with 16 tokens 22
@@ -53,16 +53,17 @@ linear.__doc__, grouped_linear.__doc__ = reference.linear.__doc__, reference.gro
 
 def products(
     name: str,
-    x: torch.Tensor | CodedRows,
+    x: Rows,
     norm: torch.Tensor | None,
     eps: float,
     weights: tuple[PackedWeight, ...],
     simulate: tuple[bool, ...],
     dtypes: tuple[torch.dtype, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], x.dtype or fp32. Of
-    `CodedRows` without a norm the codes are multiplied where x would be rounded to them."""
+    """x [N, K], normalised unless `norm` is None, times each weight: tensors [N, O_i] of dtypes[i], x.dtype or fp32.
+    Without a norm, what comes with x is multiplied where x would be rounded to it."""
     made = (x.codes, x.scales) if isinstance(x, CodedRows) and norm is None else None
+    rounded = x.rounded if isinstance(x, RoundedRows) and norm is None else None
     x = plain(x)
     held = [hold(name, w) for w in weights]
     require_device(name, x, norm, *(t for h in held for t in (h.weight, h.scale, h.glob)))
@@ -89,7 +90,7 @@ def products(
     rest = [i for i in range(len(held)) if i not in streamed and i not in coded]
     if rest:
         given = [held[i] for i in rest], [bool(simulate[i]) for i in rest], [outs[i] for i in rest]
-        _multiply(name, x, norm, eps, *given)
+        _multiply(name, x, norm, eps, *given, rounded)
     return outs
 
 
@@ -101,17 +102,17 @@ def _multiply(
     held: list[Held],
     simulate: list[bool],
     outs: list[torch.Tensor],
+    rounded: torch.Tensor | None,
 ) -> None:
-    """`products` by tiles: together where that saves a launch, others one by one."""
+    """`products` by tiles: together where that saves a launch, others one by one. rounded: x, if that is known."""
     every = range(len(held))
     apart = norm is None and len(held) == 1 and not any(simulate) and not order(held[0])
     tiled = [i for i in every if not apart and batch.takes(held[i], len(x))]
-    rounded = None
     if norm is not None and all(simulate) and len(tiled) == len(held):
         x, norm, simulate = rms_norm_fp8(x, norm, eps, ACTIVATION_BLOCK), None, [False for _ in every]
     elif norm is not None and (any(simulate) or len(tiled) < len(held)):
         x, norm = rms_norm(x, norm, eps), None
-    if any(simulate):
+    if any(simulate) and rounded is None:
         rounded = simulate_fp8_blocks(x, ACTIVATION_BLOCK)
     for at in range(0, len(tiled), SLOTS):
         some = tiled[at : at + SLOTS]

@@ -6,13 +6,13 @@ from dsv4.kernels.linear import triton_batch as batch
 from dsv4.kernels.linear.triton import grouped, products
 from dsv4.kernels.linear.triton_streams import TOKENS
 from dsv4.kernels.linear.triton_weights import hold
-from dsv4.kernels.quantize.coded import CodedRows, plain
+from dsv4.kernels.quantize.coded import CodedRows, Rows, plain
 from dsv4.kernels.quantize.weights import PackedWeight
 from dsv4.kernels.rope.triton import rotate
 
 
 def linears(
-    x: torch.Tensor | CodedRows,
+    x: Rows,
     norm: torch.Tensor | None,
     eps: float,
     weights: tuple[PackedWeight, ...],

@@ -1,4 +1,4 @@
-"""Rows that a kernel leaves rounded to FP8 beside the numbers themselves, for the products that multiply codes."""
+"""Rows that a kernel leaves rounded to FP8 beside the numbers themselves, for products of rounded activations."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,7 @@ import torch
 BLOCK = 128  # columns of a scale
 MOST_TOKENS = 256  # of a tile of the products that read scales
 FEWEST = 10  # rows from which any product takes codes (`kernels.linear.triton`)
+STREAMED = 32  # rows up to which products of numbers round them by themselves
 
 
 class CodedRows(NamedTuple):
@@ -18,9 +19,19 @@ class CodedRows(NamedTuple):
     scales: torch.Tensor
 
 
-def plain(x: torch.Tensor | CodedRows) -> torch.Tensor:
+class RoundedRows(NamedTuple):
+    """x [N, K] as of `CodedRows`, and the same rounded numbers in x.dtype, for products whose sums are exact."""
+
+    x: torch.Tensor
+    rounded: torch.Tensor
+
+
+Rows = torch.Tensor | CodedRows | RoundedRows
+
+
+def plain(x: Rows) -> torch.Tensor:
     """The numbers [N, K]."""
-    return x.x if isinstance(x, CodedRows) else x
+    return x if isinstance(x, torch.Tensor) else x.x
 
 
 def scales_of(x: torch.Tensor) -> torch.Tensor:

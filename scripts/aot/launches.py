@@ -109,10 +109,13 @@ def calls() -> Iterator[tuple[str, Callable]]:
     yield "products of FP8 activations", products_of_fp8
     for tokens in (32, 64):
         yield f"heads with codes, {tokens} tokens", partial(heads_with_codes, tokens)
+        yield f"inputs with codes, {tokens} tokens", partial(inputs_with_codes, tokens)
     yield "attention of many queries", attention_of_many
     for tokens in (1, 300, 1000, 2000, 4096):  # tiles of each number of tokens
         yield f"experts of codes, {tokens} tokens", partial(experts_of_codes, tokens)
     yield "selections by codes", selections_by_codes
+    for entries, batch in ((512, 8), (2048, 32), (262144, 8), (2048, 300)):  # ways to select
+        yield f"selected rows of {entries} entries, batch {batch}", partial(selected_rows, entries, batch)
 
 
 def products_of_fp8() -> None:
@@ -132,6 +135,13 @@ def products_of_fp8() -> None:
 def heads_with_codes(tokens: int) -> None:
     """On a GPU whose products take codes; elsewhere without."""
     project_heads(*productions()["project_heads"].drawn(FLASH, 0, "meta", tokens=tokens), True)
+
+
+def inputs_with_codes(tokens: int) -> None:
+    """On the same GPUs."""
+    drawn = productions()["mhc_post_pre_norm"].drawn(FLASH, 0, "meta", tokens=tokens)
+    mhc_post_pre_norm(*drawn, True)
+    mhc_post_pre_norm(*drawn, False, True)  # of more tokens, numbers
 
 
 def attention_of_many() -> None:
@@ -166,6 +176,12 @@ def experts_of_codes(tokens: int) -> None:
     routed = Routed(indices, routing, hold("experts", w13), hold("experts", w2))
     if hopper_launch.unfit(x, routed) is None:
         hopper_launch.multiply_codes(x, routed, limit)
+
+
+def selected_rows(entries: int, batch: int) -> None:
+    """Rows of a pool of equally many for each row of a batch."""
+    sizes = dict(keys="fp4", entries=entries, batch=batch, k=min(entries // 2, FLASH.index_topk))
+    indexer.select_entries(*productions()["select_entries"].drawn(FLASH, 0, "meta", **sizes), entries)
 
 
 def selections_by_codes() -> None:

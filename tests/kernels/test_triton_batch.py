@@ -7,7 +7,7 @@ from dsv4.kernels.fusions.exact import DEFINED
 from dsv4.kernels.linear import triton as gpu
 from dsv4.kernels.linear import triton_batch, triton_fp8, triton_fused, triton_streams
 from dsv4.kernels.quantize import simulate_fp8_blocks
-from dsv4.kernels.quantize.coded import CodedRows
+from dsv4.kernels.quantize.coded import CodedRows, RoundedRows
 from dsv4.kernels.rms_norm.reference import rms_norm
 from dsv4.kernels.rope.reference import inverse_frequencies, rotation
 from tests.kernels.products import (
@@ -75,6 +75,16 @@ def test_maps_that_quantise_their_input_beside_others_that_do_not(normed):
     y = rms_norm(x, norm, 1e-4) if normed else x
     for out, w, sim in zip(got, weights, (True, False, True)):
         assert distance(out, exact(simulate_fp8_blocks(y, 128) if sim else y, w)) < 1e-5
+
+
+def test_numbers_that_come_with_the_input_are_taken_where_it_is_rounded():
+    weights, x = maps(256, ((20, "fp8"), (24, "dense bf16"))), randn(40, 256)
+    other = randn(40, 256, seed=5)
+    run = lambda x: triton_fused.linears(x, None, 0.0, weights, (True, False), (None, torch.float32))
+    found, wanted = run(RoundedRows(x, simulate_fp8_blocks(x, 128))), run(x)
+    assert all(map(torch.equal, found, wanted))
+    found = run(RoundedRows(x, simulate_fp8_blocks(other, 128)))
+    assert torch.equal(found[0], run(other)[0]) and torch.equal(found[1], wanted[1])
 
 
 def test_the_norm_adds_eps_to_the_mean_of_squares():

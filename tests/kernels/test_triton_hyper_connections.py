@@ -7,8 +7,11 @@ import torch
 from dsv4.kernels.collectives.unsummed import Unsummed
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.experts.triton_combine import ExpertRows
-from dsv4.kernels.hyper_connections import mhc_post, mhc_pre, reference, triton_statistics
+from dsv4.kernels.hyper_connections import mhc_post, mhc_pre, reference, triton_merge, triton_statistics
 from dsv4.kernels.hyper_connections.triton import WIDEST, mhc_post_pre_norm, mhc_pre_norm
+from dsv4.kernels.linear import triton_fp8
+from dsv4.kernels.quantize import simulate_fp8_blocks
+from dsv4.kernels.quantize.coded import CodedRows, RoundedRows
 from dsv4.kernels.rms_norm.reference import rms_norm
 from tests.kernels.products import poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 
@@ -255,3 +258,44 @@ def test_rows_of_experts_are_added_up_while_they_are_merged(tokens, dtype, share
     later = mhc_post_pre_norm(Unsummed(found, dtype, None), *rest)
     assert all(map(torch.equal, later, mhc_post_pre_norm(found.combine(dtype), *rest)))
     assert torch.equal(Unsummed(found, dtype, None).to(torch.device(DEVICE)), found.combine(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tokens,d", [(10, 384), (33, 128)])
+def test_the_input_comes_with_the_codes_of_its_rounding(tokens, d, dtype, monkeypatch):
+    """Blocks of sizes of their own, one of zeros; x and the rest are those without codes, bit for bit."""
+    monkeypatch.setattr(triton_merge, "capability", lambda device: (9, 0))
+    case = Case(tokens, d=d, dtype=dtype)
+    case.weight *= 2.0 ** (torch.arange(d, device=DEVICE) // 128 * 9 - 12)
+    case.out[3], case.streams[3] = 0, 0
+    given = *case.weights, 3, EPS, EPS, case.weight, EPS
+    for run, first in ((mhc_post_pre_norm, case.mixing), (mhc_pre_norm, (case.streams,))):
+        *before, found, post, comb = run(*first, *given, True)
+        *others, x, _, _ = wanted = run(*first, *given)
+        assert isinstance(found, CodedRows) and all(map(torch.equal, (*before, found.x, post, comb), wanted))
+        assert all(map(torch.equal, found[1:], triton_fp8.quantised(x)))
+        assert len(others) == len(before) and len(found.scales.unique()) > d // 128
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_input_comes_with_its_rounded_numbers(dtype):
+    """For more tokens than are rounded while weights are streamed, and whole blocks."""
+    case = Case(33, d=384, dtype=dtype)
+    case.weight *= 2.0 ** (torch.arange(384, device=DEVICE) // 128 * 9 - 12)
+    given = *case.weights, 3, EPS, EPS, case.weight, EPS
+    _, found, *rest = mhc_post_pre_norm(*case.mixing, *given, False, True)
+    _, x, *wanted = mhc_post_pre_norm(*case.mixing, *given)
+    assert isinstance(found, RoundedRows) and torch.equal(found.x, x) and all(map(torch.equal, rest, wanted))
+    assert torch.equal(found.rounded, simulate_fp8_blocks(x, 128)) and not torch.equal(found.rounded, x)
+    for other in (Case(32, d=384, dtype=dtype), Case(33, d=80, dtype=dtype)):
+        x, *_ = mhc_pre_norm(other.streams, *other.weights, 3, EPS, EPS, other.weight, EPS, False, True)
+        assert type(x) is torch.Tensor
+
+
+@pytest.mark.parametrize("tokens,d,generation", [(9, 128, 9), (10, 80, 9), (10, 128, 8)])
+def test_inputs_without_codes(tokens, d, generation, monkeypatch):
+    """Where there are too few tokens, parts of blocks, or no products of codes."""
+    monkeypatch.setattr(triton_merge, "capability", lambda device: (generation, 0))
+    case = Case(tokens, d=d, dtype=torch.bfloat16)
+    x, *_ = mhc_pre_norm(case.streams, *case.weights, 3, EPS, EPS, case.weight, EPS, True)
+    assert type(x) is torch.Tensor

@@ -86,8 +86,8 @@ class Staged(Linear):
         hits, misses = self.table.count.sum(0).tolist()
         return Traffic(hits, misses, misses * sum(pool.item_bytes for pool in self.pools))
 
-    def run(self, step: Step) -> int:
-        return 0
+    def run(self, step: Step) -> None:
+        return None
 
     def chosen(self, step: Step, numbers: torch.Tensor, op) -> tuple[torch.Tensor | PackedRows, torch.Tensor]:
         if step.T == 1:
