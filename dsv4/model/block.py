@@ -79,7 +79,7 @@ class Block(Module):
         its own last sublayer."""
         streams, x, post, comb = self._read(pending, self.hc_attn, self.attn_norm, *self.attn.takes_rounded(step))
         pending = result(self.attn, x, step, cache), streams, post, comb
-        streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm, self.ffn.takes_codes(step))
+        streams, x, post, comb = self._read(pending, self.hc_ffn, self.ffn_norm)
         return result(self.ffn, x, step.ids), streams, post, comb
 
     def _read(self, pending: tuple, connection: HyperConnection, norm: RMSNorm, coded=False, rounded=False) -> tuple:

@@ -7,14 +7,12 @@ import torch
 from dsv4.kernels.collectives.unsummed import MERGED, Unsummed
 from dsv4.kernels.experts.triton_combine import ExpertRows
 from dsv4.kernels.quantize import PackedWeight
-from dsv4.kernels.quantize.coded import CodedRows, plain
 from dsv4.loaders.cuts import Cut
 from dsv4.model.config import ModelConfig
 from dsv4.model.linear import Linear, Matrix, parameter
 from dsv4.model.module import Module, fuses
 from dsv4.model.numerics import Numerics
 from dsv4.model.ranks import ALONE, Ranks
-from dsv4.model.step import Step
 
 
 class Gate(Module):
@@ -111,38 +109,29 @@ class MoE(Module):
         self.shared_experts = SharedExpert(config, numerics, lambda leaf: store(f"shared_experts.{leaf}"), op, ranks)
         self.op = op
 
-    def takes_codes(self, step: Step) -> bool:
-        """Whether products of the experts may multiply the codes of x, and no hook is to see it."""
-        simulate = self.experts.simulate or self.shared_experts.w1.simulate
-        return simulate and step.parts.takes_rounded and not self.watched and self._fuses()
-
-    def forward(self, x: torch.Tensor | CodedRows, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [N, d] (normalised), ids int64 [N] → [N, d] in x.dtype."""
-        return self.ranks.sum(self.part(x, ids), plain(x).dtype)
+        return self.ranks.sum(self.part(x, ids), x.dtype)
 
     def defers(self, x: torch.Tensor) -> bool:
         """Whether the sum of so many tokens can be left to the kernel that reads it: over ranks, or of one rank over
         the rows of experts."""
         if self.ranks.size > 1:
             return self.ranks.defers(x)
-        return len(x) <= MERGED and self._fuses()
+        return len(x) <= MERGED and fuses(self.op, "moe", self.experts, self.shared_experts)
 
-    def _fuses(self) -> bool:
-        return fuses(self.op, "moe", self.experts, self.shared_experts)
-
-    def deferred(self, x: torch.Tensor | CodedRows, ids: torch.Tensor) -> torch.Tensor | Unsummed:
+    def deferred(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | Unsummed:
         """`forward`, summed by the kernel that reads it."""
-        part, dtype = self.part(x, ids, combine=False), plain(x).dtype
+        part = self.part(x, ids, combine=False)
         if self.ranks.size > 1:
-            return self.ranks.deferred(part, dtype)
-        return Unsummed(part, dtype, None) if isinstance(part, ExpertRows) else part.to(dtype)
+            return self.ranks.deferred(part, x.dtype)
+        return Unsummed(part, x.dtype, None) if isinstance(part, ExpertRows) else part.to(x.dtype)
 
-    def part(self, x: torch.Tensor | CodedRows, ids: torch.Tensor, combine: bool = True) -> torch.Tensor | ExpertRows:
+    def part(self, x: torch.Tensor, ids: torch.Tensor, combine: bool = True) -> torch.Tensor | ExpertRows:
         """What this rank adds to the sum over ranks, [N, d]; without `combine` maybe as rows of experts."""
-        numbers = plain(x)
-        indices, weights = self.gate(numbers, ids)
+        indices, weights = self.gate(x, ids)
         routed, shared = self.experts, self.shared_experts
-        if self._fuses() and routed.w13.weight.shape[1] and shared.w1.weight.shape[0]:
+        if fuses(self.op, "moe", routed, shared) and routed.w13.weight.shape[1] and shared.w1.weight.shape[0]:
             matrices = shared.w1.packed(), shared.w3.packed(), shared.w2.packed()
             indices, weights = routed.local(indices, weights)
             indices, w13, w2 = routed.stacks(indices)
@@ -156,7 +145,7 @@ class MoE(Module):
                 routed.limit,
                 routed.simulate,
                 shared.w1.simulate,
-                numbers.dtype if self.ranks.size == 1 else torch.float32,
+                x.dtype if self.ranks.size == 1 else torch.float32,
                 combine,
             )
-        return routed(numbers, indices, weights) + shared(numbers)
+        return routed(x, indices, weights) + shared(x)

@@ -21,7 +21,6 @@ from dsv4.kernels.experts.triton_stream import Routed, Shared, stream_experts
 from dsv4.kernels.launch import require_device
 from dsv4.kernels.linear.triton_streams import TOKENS
 from dsv4.kernels.linear.triton_weights import Held, check, hold
-from dsv4.kernels.quantize.coded import CodedRows, plain
 from dsv4.kernels.quantize.weights import PackedWeight
 
 # Pairs an expert, on average, up to which weights are streamed. With more, tiles take less: of Flash's experts on an
@@ -49,7 +48,7 @@ def shared_expert(
 
 
 def moe(
-    x: torch.Tensor | CodedRows,
+    x: torch.Tensor,
     indices: torch.Tensor,
     routing: torch.Tensor,
     w13: PackedWeight,
@@ -62,9 +61,7 @@ def moe(
     combine: bool = True,
 ) -> torch.Tensor | ExpertRows:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
-    of x). Without `combine` the rest of the sum may be left to who reads the result: it is fp32, or `ExpertRows`. x may
-    be `CodedRows`."""
-    x = plain(x)
+    of x). Without `combine` the rest of the sum may be left to who reads the result: it is fp32, or `ExpertRows`."""
     wanted = (dtype or x.dtype) if combine else None
     return _mixture("moe", x, (indices, routing, w13, w2), shared, limit, simulate, simulate_shared, wanted)
 

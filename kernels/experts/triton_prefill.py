@@ -72,7 +72,7 @@ def tile_shared(
     w1, w3, w2 = shared
     gate, up = products(name, x, None, 0.0, (w1, w3), (simulate, simulate), (x.dtype, x.dtype))
     (N, I), down = gate.shape, hold(name, w2)
-    coded, block = simulate and multiplies_codes(gate, down, 1), min(GATE_TILE, next_power(I))
+    coded, block = simulate and multiplies_codes(gate, down, True), min(GATE_TILE, next_power(I))
     h = torch.empty(N, I, dtype=torch.uint8 if coded else gate.dtype, device=gate.device)
     scales = scales_of(h) if coded else None
     strided = (scales, 0 if scales is None else scales.stride(0))

@@ -157,7 +157,7 @@ def mhc_post_pre_norm(
 
 def moe(
     op,
-    x: torch.Tensor | CodedRows,
+    x,
     indices,
     routing,
     w13: PackedWeight,
@@ -170,9 +170,7 @@ def moe(
     combine: bool = True,
 ) -> torch.Tensor:
     """Routed experts plus the shared one (w1, w3, w2), summed in fp32 and cast once: x [N, d] → [N, d] in dtype (None:
-    of x). Without `combine` it is fp32, and an implementation may leave the sum to who reads the result. Of `CodedRows`
-    an implementation may multiply the codes where x would be rounded to FP8."""
-    x = plain(x)
+    of x). Without `combine` it is fp32, and an implementation may leave the sum to who reads the result."""
     routed = op.experts(x, indices, routing, w13, w2, limit, simulate)
     total = routed + op.shared_expert(x, *shared, limit, simulate_shared)
     return total.to(dtype or x.dtype) if combine else total

@@ -32,10 +32,6 @@ from dsv4.kernels.rms_norm.triton import rms_norm, rms_norm_fp8
 MIN_BLOCK = 16  # columns of an FP8 block that a tile can keep apart
 AGAIN = STREAMED  # tokens up to which a weight of at most AGAIN_BYTES is read for each TOKENS of them
 AGAIN_BYTES = 24 << 20
-# Rounded tokens from which codes are multiplied. Fewer are streamed, several weights in one launch, which a single
-# weight does not gain by (`scripts/tune_fp8.py` on an H200: 4096 × 4096 with 8 tokens 16 µs and 17, with 16 tokens 22
-# and 17). A pass of one row with at most 8 drafts has the bits of its tokens one by one.
-CODES, CODES_ALONE = 17, FEWEST
 FEW, DEEP = 64, 5  # tokens of a tile up to which DEEP tiles are loaded ahead: so many bytes in flight hide the latency
 
 
@@ -77,7 +73,8 @@ def products(
     outs = tuple(torch.empty(N, h.O, dtype=dtype, device=x.device) for h, dtype in zip(held, dtypes))
     if not N:
         return outs
-    coded = [i for i, h in enumerate(held) if simulate[i] and multiplies_codes(x, h, len(held))]
+    alone = norm is not None or len(held) == 1
+    coded = [i for i, h in enumerate(held) if simulate[i] and multiplies_codes(x, h, alone)]
     if coded:
         codes = made or triton_fp8.quantised(x, norm, eps)
         triton_fp8.products(*codes, [held[i] for i in coded], [outs[i] for i in coded])
@@ -132,11 +129,19 @@ def _multiply(
             gemm(name, ready[key], held[i], outs[i], 1)
 
 
-def multiplies_codes(x: torch.Tensor, h: Held, weights: int) -> bool:
-    """Whether the rounded x [N, K] meets this weight, one of so many, as codes on FP8 tensor cores, whose sums are not
-    IEEE fp32."""
-    N, few = x.shape[0], CODES_ALONE if weights == 1 else CODES
-    enough = N >= few and triton_fp8.takes(h, x.device) or N >= dense.TOKENS and triton_fp8.takes_fp4(h, x.device)
+def multiplies_codes(x: torch.Tensor, h: Held, alone: bool) -> bool:
+    """Whether the rounded x [N, K] meets this weight as codes on FP8 tensor cores, whose sums are not IEEE fp32. alone:
+    it is the only weight that x meets, or x is normalised first: a kernel of its own does that anyway, and leaves
+    codes. Other weights of fewer than FEWEST tokens are streamed in one launch, which rounds x. (Steps of 16 layers in
+    official numerics on an H200, with 1, 8 and 16 rows: 2.65, 5.62 and 8.82 ms where fewer than 17 tokens were always
+    streamed, and 2.52, 5.46 and 8.62.)
+
+    Passes of one row with at most 8 drafts are below FEWEST, and products of up to 64 tokens have the same bits for
+    each, so a draft has those of its own step.
+    """
+    N = x.shape[0]
+    enough = N >= (1 if alone else FEWEST) and triton_fp8.takes(h, x.device)
+    enough = enough or N >= dense.TOKENS and triton_fp8.takes_fp4(h, x.device)
     return enough and not h.exact_sums and not dot_in_fp32(x)
 
 

@@ -6,7 +6,7 @@ import torch
 
 BLOCK = 128  # columns of a scale
 MOST_TOKENS = 256  # of a tile of the products that read scales
-FEWEST = 10  # rows from which any product takes codes (`kernels.linear.triton`)
+FEWEST = 17  # rows from which several products of an input take its codes (`kernels.linear.triton`)
 STREAMED = 32  # rows up to which products of numbers round them by themselves
 
 

@@ -8,7 +8,7 @@ from dsv4.kernels.linear import hopper, triton, triton_fp8
 from dsv4.kernels.linear.triton_fp8 import Tile
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, quantize_mxfp4, to_float
-from dsv4.kernels.quantize.coded import CodedRows
+from dsv4.kernels.quantize.coded import FEWEST, CodedRows
 from dsv4.kernels.quantize.reference import simulate_fp8_blocks
 from dsv4.kernels.rms_norm.reference import rms_norm
 from tests.gluon import SEEDS, OnCPU
@@ -105,13 +105,21 @@ def test_a_weight_of_exact_sums_meets_no_codes(monkeypatch):
     monkeypatch.setattr(triton_fp8, "capability", lambda device: (9, 0))
     x, w = torch.zeros(64, 256, dtype=torch.bfloat16), packed(128, 256, True)
     monkeypatch.setattr(triton, "dot_in_fp32", lambda x: False)
-    assert triton.multiplies_codes(x, hold("linear", w), 1)
-    assert not triton.multiplies_codes(x, hold("linear", w._replace(exact_sums=True)), 1)
+    assert triton.multiplies_codes(x, hold("linear", w), True)
+    assert not triton.multiplies_codes(x, hold("linear", w._replace(exact_sums=True)), True)
 
 
-def test_a_pass_with_drafts_takes_no_codes():
-    """Its bits are those of its tokens one by one, which are streamed."""
-    assert min(triton.CODES, triton.CODES_ALONE) > 1 + MAX_DRAFTS
+@pytest.mark.parametrize("O, K, tile", [(256, 512, None), (128, 256, Tile(64, 32, True))])
+def test_a_token_has_the_same_bits_among_up_to_64(O, K, tile, monkeypatch):
+    """So a pass with drafts has those of its tokens one by one."""
+    assert 1 + MAX_DRAFTS < FEWEST <= 64  # several weights of an input are streamed on both sides
+    on_cpu(monkeypatch, 1, 132, 4)
+    assert len({triton_fp8.tile_for(N, O, 132) for N in range(1, 65)}) == 1
+    x, h = randn(64, K, seed=3).cpu().bfloat16(), hold("linear", packed(O, K, True))
+    outs = [torch.empty(N, O, dtype=torch.bfloat16) for N in (64, 17, 5, 1)]
+    for out in outs:
+        triton_fp8.product(*codes_of(x[: len(out)]), h, out, tile)
+    assert all(torch.equal(out, outs[0][: len(out)]) for out in outs)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -197,7 +205,7 @@ def test_fp4_weights_on_the_gpu():
     x, w = randn(1024, 4096, seed=3).bfloat16(), randn(2048, 4096, seed=4)
     w *= torch.exp2(randn(2048, 1, seed=5) * 6)
     w = PackedWeight(WeightFormat.MXFP4, *quantize_mxfp4(w))
-    assert triton.multiplies_codes(x, hold("linear", w), 1)
+    assert triton.multiplies_codes(x, hold("linear", w), True)
     out = triton.linear(x, w, True)
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
