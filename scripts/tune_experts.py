@@ -31,7 +31,7 @@ from scripts.bench.timing import Clock, device_kernels, read_times
 from scripts.bench.tuning import asked
 
 NUMBERS = (1, 8, 16, 32, 64, 256, 1024, 4096)
-FEWER = 3  # stages less than fit
+FEWER = 4  # stages less than fit
 REPLAYS, FAR = 20, 0.01
 
 
