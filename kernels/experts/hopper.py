@@ -89,30 +89,32 @@ def copies(
     HEIGHT: gl.constexpr = ROWS if GATED else 2 * ROWS
     APART: gl.constexpr = O // 2 if GATED else ROWS
     T: gl.constexpr = tokens.shape[1]
+    HALVES: gl.constexpr = 2 if GATED else 1  # stages of a block of columns of the shared expert
     AHEAD: gl.constexpr = 0 if GATED else min(STAGES, K // BLOCK)
-    AHEAD_S: gl.constexpr = 0 if GATED else min(STAGES, K_S // BLOCK)
-    if GATED:
-        gdc_wait()
+    AHEAD_S: gl.constexpr = min(STAGES, HALVES * K_S // BLOCK)
     program, programs = gl.program_id(0), gl.num_programs(0)
     shared = shared_tiles(beside, T, O_S)
-    tiles, own = gl.load(TABLE, cache_modifier=".cg") * TILES, after(shared)
+    own = after(shared)
+    # Weights are no results.
+    if beside[0] is not None:
+        copy_blocks_ahead(beside, fp8, held, program, shared, T, AHEAD_S, HALVES)
+    if GATED:
+        gdc_wait()
+    tiles = gl.load(TABLE, cache_modifier=".cg") * TILES
     if AHEAD > 0:
-        # Weights are no results. The table is complete: the kernel before this one has read it.
-        if beside[0] is not None:
-            copy_blocks_ahead(beside, fp8, held, program, shared, T, AHEAD_S)
+        # The table is complete: the kernel before this one has read it.
         if program >= shared and own < tiles:
             e, first, count, x_row = block_of(TABLE, blocks, own // TILES)
             row = e * O + own % TILES * HEIGHT
             for k in gl.static_range(AHEAD):
                 copy_weights(W, S, codes, scales, held, row, APART, k, k, k // GROUPS)
-    if not GATED:
         gdc_wait()
     i, ahead = 0, gl.where(program < shared, AHEAD_S, AHEAD)
     if beside[0] is not None:
         for tile in range(program, shared, programs):
             row, token, count, x_row = shared_place(beside, tile, T)
             for k in range(K_S // BLOCK):
-                for half in gl.static_range(2 if GATED else 1):
+                for half in gl.static_range(HALVES):
                     stage = i % STAGES
                     if i >= ahead:
                         wait_free(free, i, STAGES)
@@ -140,6 +142,9 @@ def results(
     K_S: gl.constexpr, WIDTH: gl.constexpr, GATED: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroups that multiply, tile by tile."""
+    if GATED:
+        gdc_wait()
+        gdc_launch_dependents()
     TABLE, ORDER, ROUTING, blocks = order
     N: gl.constexpr = min(T, MOST)
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 32])
@@ -213,7 +218,8 @@ def product(
     down projection alone. S1, S3: scales of blocks, fp32 or E8M0. x of its N tokens is in rows `base` … of X, and its
     results are in OUT and SCALE too; not GATED, in YS fp32 [N, O].
 
-    The kernel after the gated one may start early, and copies weights while this one ends.
+    The kernel after the gated one may start early, and copies weights while this one ends. Weights of the shared expert
+    are copied before any earlier kernel has ended.
     """
     # Four stages are freed at once, with their scales. With larger tiles so many do not fit: each is freed by itself,
     # and as scales of four stages outlive their stage, their ring holds up to three stages more.
@@ -234,9 +240,6 @@ def product(
         mbarrier.init(ready.index(stage), count=1)
         if stage % AT_ONCE == 0:
             mbarrier.init(free.index(stage // AT_ONCE), count=1)
-    if GATED:
-        gdc_wait()
-        gdc_launch_dependents()
     memory, barriers = (codes, scales, tokens, factors, fp8), (held, ready, free)
     order, out, beside = (TABLE, ORDER, ROUTING, blocks), (OUT, SCALE, stride), (W1, W3, S1, S3, YS, N, base)
     gl.warp_specialize(

@@ -43,12 +43,12 @@ def copy_block(beside, fp8, held, row, k, half: gl.constexpr, stage):
 
 
 @gluon.jit
-def copy_blocks_ahead(beside, fp8, held, program, tiles, T: gl.constexpr, AHEAD: gl.constexpr):
-    """Start copying the first AHEAD stages of a program that begins with one of these tiles, of the down projection."""
+def copy_blocks_ahead(beside, fp8, held, program, tiles, T: gl.constexpr, AHEAD: gl.constexpr, HALVES: gl.constexpr):
+    """Start copying the first AHEAD stages of a program that begins with one of these tiles."""
     if program < tiles:
         row, token, count, x_row = shared_place(beside, program, T)
         for i in gl.static_range(AHEAD):
-            copy_block(beside, fp8, held, row, i, 0, i)
+            copy_block(beside, fp8, held, row, i // HALVES, i % HALVES, i)
 
 
 @gluon.jit
