@@ -6,7 +6,8 @@ Widths are those of Flash, numerics the official ones. Each tile is first held a
 A line: µs of the whole operation, cold L2, for those and for a tile of so many tokens with so many stages; bytes that
 must be moved over the time, as a share of the bandwidth at which this GPU reads; and how far the result is off, as a
 relative L2. The tiles that would be chosen come first, for each number of tokens, and then others. At the end what
-each kernel adds, with the fastest tile.
+each kernel adds, with the fastest tile; and for up to 256 tokens the time with an FP8 shared expert, in the launches of
+the routed ones and in its own, to choose `hopper_launch.BESIDE` by.
 """
 
 import sys
@@ -21,8 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dsv4.kernels.experts import hopper_launch, triton
 from dsv4.kernels.experts.contract import expert_work
-from dsv4.kernels.experts.hopper_launch import STAGES, TOKENS, tile_tokens, unfit
+from dsv4.kernels.experts.hopper_launch import MOST, STAGES, TOKENS, tile_tokens, unfit
 from dsv4.kernels.experts.triton_stream import Routed
+from dsv4.kernels.linear.contract import bytes_of
 from dsv4.kernels.linear.hopper_weights import Unfit
 from dsv4.kernels.linear.triton_weights import hold
 from dsv4.kernels.quantize import PackedWeight, WeightFormat
@@ -32,6 +34,8 @@ from scripts.bench.tuning import asked
 
 NUMBERS = (1, 8, 16, 32, 64, 256, 1024, 4096)
 FEWER = 3  # stages less than fit
+LEAST, AT_ONCE = 8, 4  # stages of tiles that free four at once
+MOST_BESIDE = 256  # tokens that are tried with a shared expert
 REPLAYS, FAR = 20, 0.01
 
 
@@ -44,7 +48,9 @@ def tiles(N: int) -> list[Tile]:
     """The tile that would be chosen for N tokens, then its neighbours."""
     chosen = tile_tokens(N * FLASH.num_experts_per_tok, FLASH.n_routed_experts)
     near = [t for t in TOKENS if chosen // 2 <= t <= 2 * chosen and t != chosen]
-    return [Tile(chosen, STAGES[chosen])] + [Tile(t, STAGES[t]) for t in near] + [Tile(chosen, STAGES[chosen] - FEWER)]
+    fewer = STAGES[chosen] - (FEWER if chosen >= MOST else AT_ONCE)
+    less = [Tile(chosen, fewer)] if fewer >= LEAST or chosen >= MOST else []
+    return [Tile(chosen, STAGES[chosen])] + [Tile(t, STAGES[t]) for t in near] + less
 
 
 def weights() -> tuple[PackedWeight, PackedWeight]:
@@ -56,6 +62,18 @@ def weights() -> tuple[PackedWeight, PackedWeight]:
         torch.randint(117, 122, (E, rows, columns // 32), dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu),
     )
     return stack(2 * I, d), stack(d, I)
+
+
+def shared_expert() -> tuple[PackedWeight, ...]:
+    """Random codes, all scales alike."""
+    I, d = FLASH.moe_intermediate_size, FLASH.hidden_size
+    scale = lambda o, k: torch.full((o // 128, k // 128), 118, dtype=torch.uint8, device="cuda")
+    make = lambda o, k: PackedWeight(
+        WeightFormat.FP8,
+        torch.randn(o, k, device="cuda").to(torch.float8_e4m3fn),
+        scale(o, k).view(torch.float8_e8m0fnu),
+    )
+    return make(I, d), make(I, d), make(d, I)
 
 
 class Bench:
@@ -101,6 +119,21 @@ class Bench:
             parts = [f"{name} {adds:.1f}" for name, _, adds in device_kernels(self.run)]
         print(f"{self.N} tokens, µs that each kernel adds: {', '.join(parts)}", flush=True)
 
+    def beside(self, shared: tuple[PackedWeight, ...]) -> bool:
+        """Whether sums with the shared expert are alike in either way, which are timed."""
+        x, indices, routing, w13, w2, limit, _ = self.arguments
+        self.bytes += bytes_of(*shared)
+        run = lambda: triton.moe(x, indices, routing, w13, w2, shared, limit, True, True)
+        results = []
+        for most, where in ((0, "launches of its own"), (MOST_BESIDE, "the launches of the routed ones")):
+            with patch.object(hopper_launch, "BESIDE", most):
+                results.append(run().float())
+                off = float((results[-1] - results[0]).norm() / results[0].norm())
+                self.found(f"with a shared expert in {where}", run, off)
+                parts = [f"{name} {adds:.1f}" for name, _, adds in device_kernels(run)]
+            print(f"{self.N} tokens, µs that each kernel adds: {', '.join(parts)}", flush=True)
+        return off <= FAR
+
 
 def chosen(tile: Tile):
     """While it lasts, `experts` multiplies codes with this tile."""
@@ -131,6 +164,10 @@ def main() -> int:
     for bench in benches.values():
         if bench.times and not late():
             bench.kernels()
+    shared = shared_expert()
+    for bench in benches.values():
+        if bench.N <= MOST_BESIDE and not late():
+            wrong += not bench.beside(shared)
     return int(bool(wrong))
 
 

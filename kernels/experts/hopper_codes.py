@@ -48,6 +48,19 @@ E2M1_E4M3 = gl.constexpr("""{ .reg .b32 v, w, m, s, t; and.b32 v, $2, 0x77777777
     prmt.b32 m, $3, $4, v; prmt.b32 t, s, $2, 0x5140; lop3.b32 $0, m, t, 0x80808080, 0xf8;
     prmt.b32 m, $3, $4, w; prmt.b32 t, s, $2, 0x7362; lop3.b32 $1, m, t, 0x80808080, 0xf8; }""")
 
+# The two tables of a group ($0, $1), which every warp holds: lane `up` has those of `up` in $5 and $6. A byte of four
+# scales ($2) is taken by the selector $3; $4 makes it an exponent above the lowest. Only groups of zeros alone have
+# exponents that no lane stands for: they take the tables of another lane, in which zeros are zeros too.
+TABLES = gl.constexpr("""{ .reg .b32 up; prmt.b32 up, $2, 0, $3; add.u32 up, up, $4;
+    shfl.sync.idx.b32 $0, $5, up, 31, -1; shfl.sync.idx.b32 $1, $6, up, 31, -1; }""")
+
+
+@gluon.jit
+def lanes_tables():
+    """`magnitudes` of each thread's number in its warp: two tensors int32 [128, 4]."""
+    row, group = gl.arange(0, 128, gl.SliceLayout(1, SCALES)), gl.arange(0, 4, gl.SliceLayout(0, SCALES))
+    return magnitudes(4 * (row & 7)[:, None] + group[None, :])
+
 
 @gluon.jit
 def magnitudes(up):
@@ -60,25 +73,40 @@ def magnitudes(up):
 
 
 @gluon.jit
-def e4m3_words(codes, scales, top, block):
-    """128 rows of one stage as E4M3, in words of four codes: two tensors int32 [128, 4, 4], of the even and the odd
-    words.
+def scales_of(scales, block: gl.constexpr):
+    """Scales of a stage, number `block` of four: words int32 [128], of int32 [128, 4] in shared memory."""
+    halves = gl.split(gl.reshape(scales.load(FOUR), [128, 2, 2]))
+    return gl.convert_layout(gl.split(halves[block % 2])[block // 2], LINES, assert_trivial=True)
 
-    codes int32 [128, 16] and scales int32 [128, 4] in shared memory. The scales are of four stages, of which this is
-    number `block`. top int32 [128]: byte of the largest scale of each row.
-    """
-    words = gl.convert_layout(gl.reshape(codes.load(FLAT), [128, 4, 4]), CODES, assert_trivial=True)
+
+@gluon.jit
+def scales_of_any(scales, block):
+    """As `scales_of`, of a stage whose number is not known at compile time."""
     even, odd = gl.split(gl.reshape(scales.load(FOUR), [128, 2, 2]))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     four = gl.where(block < 2, gl.where(block == 0, first, second), gl.where(block == 2, third, fourth))
-    four = gl.convert_layout(four, LINES, assert_trivial=True)
-    group = gl.arange(0, 4, gl.SliceLayout(0, SCALES))
-    scale = (four[:, None] >> (8 * group)[None, :]) & 255
-    small, large = magnitudes(gl.maximum(scale - top[:, None] + SPREAD, 0))  # smaller still are those of zeros alone
+    return gl.convert_layout(four, LINES, assert_trivial=True)
+
+
+@gluon.jit
+def e4m3_words(codes, four, top, tables):
+    """128 rows of one stage as E4M3, in words of four codes: two tensors int32 [128, 4, 4], of the even and the odd
+    words.
+
+    codes int32 [128, 16] in shared memory. four int32 [128]: words of four scales. top int32 [128]: byte of the largest
+    scale of each row. tables: see `lanes_tables`.
+    """
+    words = gl.convert_layout(gl.reshape(codes.load(FLAT), [128, 4, 4]), CODES, assert_trivial=True)
+    four, base = gl.broadcast(four[:, None], (SPREAD - top)[:, None])
+    byte = 0x4440 + gl.arange(0, 4, gl.SliceLayout(0, SCALES))
+    # Neither is pure: both would be moved to where their results are used, behind the wait for the products before.
+    small, large = gl.inline_asm_elementwise(
+        TABLES, "=&r,=&r,r,r,r,r,r", [four, byte[None, :], base, tables[0], tables[1]],
+        dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
     words, small = gl.broadcast(words, small[:, :, None])
     words, large = gl.broadcast(words, large[:, :, None])
-    # Not pure: it would be moved to where its results are used, behind the wait for the products before.
     return gl.inline_asm_elementwise(
         E2M1_E4M3, "=&r,=&r,r,r,r", [words, small, large], dtype=(gl.int32, gl.int32), is_pure=False, pack=1
     )

@@ -16,13 +16,15 @@ from dsv4.kernels.linear.triton_weights import Held
 
 TOKENS = (8, 16, 32, 64, 128)  # of a tile, at most; sums of more do not fit in registers
 MOST = hopper.MOST.value  # of a tile beside those of a shared expert: tokens of a group
-STAGES = {8: 12, 16: 11, 32: 10, 64: 8, 128: 6}  # by tokens of a tile, as many as fit in shared memory
+# By tokens of a tile, as many as fit in shared memory; up to MOST tokens a multiple of four, and eight at least.
+STAGES = {8: 12, 16: 8, 32: 8, 64: 8, 128: 6}
 ALIGNED = 32  # fp32 that a copy at least has, because each begins at a multiple of 128 bytes of shared memory
 DTYPES = (torch.bfloat16,)  # of x
 # Tokens up to which the shared expert's tiles are in the launches of the routed ones. Its weights are read again for
 # each tile of tokens, so more tokens are better served by products of their own.
 BESIDE = 64
 BLOCK = 128  # rows and columns of a block of the shared expert's scales
+COLUMNS = 4 * BLOCK  # of which weights have multiples: stages are freed four at a time
 
 
 def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
@@ -39,7 +41,7 @@ def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
 def joins(x: torch.Tensor, shared: Shared) -> bool:
     """Whether `multiply_codes` takes this shared expert beside routed ones that it takes."""
     fits = lambda h: h.format == "fp8" and h.block == (BLOCK, BLOCK) and h.weight.dim() == 2 and not h.exact_sums
-    whole = not (shared.w2.K % (2 * BLOCK) or shared.w2.O % (2 * BLOCK) or shared.w1.K % (2 * BLOCK))
+    whole = not (shared.w2.K % COLUMNS or shared.w1.K % COLUMNS)
     return len(x) <= BESIDE and whole and all(fits(h) and not h.weight.data_ptr() % 16 for h in shared)
 
 
@@ -71,7 +73,7 @@ def multiply_codes(
     first = second = None
     if shared is not None:
         ys = torch.empty(N, d, dtype=torch.float32, device=x.device)
-        first, second = Beside(shared.w1, shared.w3, None, base, N), Beside(shared.w2, shared.w2, ys, base, N)
+        first, second = Beside(shared.w1, shared.w3, None, N, base), Beside(shared.w2, None, ys, N, base)
     to = inner.view(torch.uint8), inner_scales
     _product(codes, scales, w13, order, table, routing, to, first, float(limit), T, x.dtype)
     _product(inner, inner_scales, w2, order, table, None, (out, None), second, 0.0, T, x.dtype)
@@ -79,25 +81,19 @@ def multiply_codes(
 
 
 class Beside(NamedTuple):
-    """The shared expert's part of a launch: weights of either half of its tiles, fp32 [N, d] for its results unless it
-    is gated, and the first row of its tokens in x."""
+    """The shared expert's part of a launch: gate and up projection, or down projection with fp32 [N, d] for its
+    results; and the first row of its tokens in x."""
 
     first: Held
-    second: Held
+    second: Held | None
     out: torch.Tensor | None
-    row: int
     tokens: int
+    row: int
 
     @property
     def given(self) -> tuple:
-        described_ = lambda h: described(h.weight, BLOCK, BLOCK)
-        both = described_(self.first), described_(self.second), self.first.scale, self.second.scale
-        return *both, self.out, self.tokens, self.row
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Rows of both halves of all tiles, and columns."""
-        return self.first.O * (2 if self.out is None else 1), self.first.K
+        weights = [h and described(h.weight, BLOCK, BLOCK) for h in (self.first, self.second)]
+        return *weights, self.first.scale, self.second and self.second.scale, *self[2:]
 
 
 def _product(
@@ -131,7 +127,7 @@ def _product(
         limit,
         w.O,
         w.K,
-        *(beside.sizes if beside else (2 * BLOCK, 2 * BLOCK)),
+        *((beside.first.O, beside.first.K) if beside else (BLOCK, BLOCK)),
         to[0].shape[1],
         T,
         STAGES[T],

@@ -34,14 +34,24 @@ def words(*values):
     return tuple(torch.from_numpy(np.ascontiguousarray(w).view(np.int32)) for w in made)
 
 
+def tables(four, byte, base, small, large):
+    """As `words`, of tensors [128, 4]: the shuffle between the lanes of warps, of which lane 4r + q has group q of rows
+    r and r + 8."""
+    up = run("{ prmt.b32 $0, $1, 0, $2; add.u32 $0, $0, $3; }", 1, *(t.numpy().view(U32) for t in (four, byte, base)))[
+        0
+    ]
+    lane = torch.from_numpy((up & U32(31)).astype(np.int64)).view(-1, 32)
+    return tuple(t.reshape(-1, 32).gather(1, lane).view(four.shape) for t in (small, large))
+
+
 @pytest.fixture
 def emulated(monkeypatch):
     """emulated(seed, stages): without a GPU, products run in the emulator, as of a GPU with few multiprocessors."""
 
-    def start(seed: int = 0, stages: int = 5) -> None:
+    def start(seed: int = 0, stages: int = 8) -> None:
         monkeypatch.setattr(hopper_launch, "STAGES", dict.fromkeys(hopper_launch.TOKENS, stages))
         if not CUDA:
-            asm = {hopper_codes.E2M1_E4M3.value: words}
+            asm = {hopper_codes.E2M1_E4M3.value: words, hopper_codes.TABLES.value: tables}
             monkeypatch.setattr(hopper, "product", OnCPU(KERNEL, seed, asm))
 
     if not CUDA:
@@ -213,7 +223,7 @@ def test_tiles_of_two_groups(emulated, monkeypatch, seed):
     assert_close(multiply_codes(x, held(*given), LIMIT)[0], each_pair(x, *given))
 
 
-@pytest.mark.parametrize("T, stages", [(8, 2), (8, 3), (8, 8), (128, 2), (128, 6)])
+@pytest.mark.parametrize("T, stages", [(8, 8), (8, 12), (8, 16), (128, 2), (128, 3), (128, 6)])
 def test_any_number_of_stages_will_do(emulated, monkeypatch, T, stages):
     """Also more than a tile has, which the down projection fills before it waits for its tokens."""
     emulated(2, stages)
@@ -234,7 +244,7 @@ def test_copies_to_shared_memory_begin_at_multiples_of_128_bytes(emulated, monke
 
 @pytest.mark.parametrize("T", [8, 128])
 def test_longer_sums(emulated, monkeypatch, T):
-    emulated(1, 4)
+    emulated(1, 8 if T == 8 else 4)
     monkeypatch.setattr(hopper_launch, "tile_tokens", lambda P, E: T)
     x, given = randn(3, 1024).bfloat16(), (*choices(3, 2, 2), *weights(2, 1024, 512))
     assert_close(multiply_codes(x, held(*given), LIMIT)[0], each_pair(x, *given))

@@ -85,14 +85,14 @@ def test_both_are_those_of_the_reference(emulated, monkeypatch, N, k, E, T, seed
     assert_both(randn(N, D).bfloat16(), (*choices(N, k, E), *weights(E)), matrices())
 
 
-@pytest.mark.parametrize("stages", [2, 3, 5, 12])
+@pytest.mark.parametrize("stages", [8, 12, 16])
 def test_any_number_of_stages_will_do(emulated, monkeypatch, stages):
     emulated(1, stages)
     tiles_of(monkeypatch, 8)
     assert_both(randn(9, D).bfloat16(), (*choices(9, 2, 3), *weights(3)), matrices())
 
 
-@pytest.mark.parametrize("inner", [256, 768])
+@pytest.mark.parametrize("inner", [1024, 1536])
 def test_another_width_than_that_of_routed_experts(emulated, inner):
     """As of a rank that has a part of it; scales in fp32."""
     emulated(2)
@@ -125,7 +125,7 @@ def test_what_joins():
     x, good = randn(2, D).bfloat16(), matrices()
     assert joins(x, beside(good)) and joins(randn(hopper_launch.BESIDE, D), beside(good))
     assert not joins(randn(hopper_launch.BESIDE + 1, D), beside(good))
-    assert not joins(x, beside(matrices(D, 384)))
+    assert not joins(x, beside(matrices(D, 768)))
     assert not joins(x, beside((*good[:2], good[2]._replace(exact_sums=True))))
     assert not joins(x, beside(matrices(form="fp8 blocks of 32")))
     assert not joins(x, beside(matrices(form="mxfp4")))
