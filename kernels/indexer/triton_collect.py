@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from dsv4.kernels.indexer.triton_narrow import narrow
 from dsv4.kernels.indexer.triton_scores import monotone
 from dsv4.kernels.indexer.triton_topk import (
     descend,
     first_row,
     level_groups,
-    narrow,
     numbered,
     row_of_program,
     seen_entries,
@@ -44,7 +44,7 @@ def _bound(key, live, k, CLASSES: tl.constexpr):
     best = tl.max(tl.reshape(key, [key.shape[0] // CLASSES, CLASSES]), 0)
     # Each of at least k classes has a key no lower than the lowest of their maxima. Both ends in one reduction.
     low, high = tl.split(tl.min(tl.join(best, ~best), 0))
-    low, _, _ = narrow(key, low, (~high).to(tl.int64) + 1, live, k, k + k // 4)
+    low, _, _ = narrow(key, low, tl.maximum(live, k), ~high, k, k + k // 4, k * 0 + 1)
     return low
 
 
