@@ -7,8 +7,7 @@ import torch
 
 from dsv4.kernels.descriptors import TYPES, described
 from dsv4.kernels.experts import hopper
-from dsv4.kernels.experts.hopper_order import arrange
-from dsv4.kernels.experts.triton_order import sort_pairs
+from dsv4.kernels.experts.hopper_order import sort_and_arrange
 from dsv4.kernels.experts.triton_stream import Routed, Shared
 from dsv4.kernels.launch import capability, processors
 from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
@@ -64,8 +63,7 @@ def multiply_codes(
     indices, routing, w13, w2 = routed
     (N, d), P, E = x.shape, indices.numel(), w13.stack
     T = tile_tokens(P, E) if shared is None else min(tile_tokens(P, E), MOST)
-    order, table, _ = (None, None, None) if N == 1 else sort_pairs(indices, E, T)
-    codes, scales, table, base = arrange(x, indices, order, table, T, shared is not None)
+    order, codes, scales, table, base = sort_and_arrange(x, indices, E, T, shared is not None)
     width = w2.K if shared is None else max(w2.K, shared.w2.K)
     inner = torch.empty(len(codes), width, dtype=torch.float8_e4m3fn, device=x.device)
     inner_scales = torch.empty(width // BLOCK, len(codes), dtype=torch.float32, device=x.device)

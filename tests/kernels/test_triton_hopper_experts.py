@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from dsv4.kernels.experts import hopper, hopper_codes, hopper_launch, reference, triton
 from dsv4.kernels.experts.hopper_launch import multiply_codes, tile_tokens, unfit
-from dsv4.kernels.experts.hopper_order import arrange, place_of, rows_of
+from dsv4.kernels.experts.hopper_order import arrange, place_of, rows_of, sort_and_arrange
 from dsv4.kernels.experts.triton_order import blocks_of, sort_pairs
 from dsv4.kernels.experts.triton_stream import Routed
 from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
@@ -184,6 +184,25 @@ def test_tokens_are_arranged(N, k, E, T):
         used[at] = True
         value = codes[at].float().unflatten(1, (-1, 128))[..., place].flatten(1)
         assert torch.equal(value * scales[:, at].t().repeat_interleave(128, 1), right[pair // k])
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("N, k, E, T", [(2, 2, 4, 8), (19, 3, 5, 8), (33, 6, 256, 8), (170, 3, 7, 32), (40, 1, 2, 16)])
+def test_pairs_are_sorted_in_the_launch_that_arranges_them(N, k, E, T, beside):
+    """With what two launches give."""
+    x, (indices, _) = randn(N, D).bfloat16(), choices(N, k, E)
+    indices[N // 2 :, 0] = -1
+    got = sort_and_arrange(x, indices, E, T, beside)
+    order, table, _ = sort_pairs(indices, E, T)
+    codes, scales, listed, own = arrange(x, indices, order, table, T, beside)
+    none, found = int((indices < 0).sum()), int(listed[0])
+    assert torch.equal(got.order[none:], order[none:]) and got.own == own and got.table[0] == found
+    (e, first, count, row), again = listed[1:].view(4, -1)[:, :found].cpu(), got.table[1:].view(4, -1)[:, :found].cpu()
+    assert torch.equal(again, torch.stack((e, first, count, row)))
+    used = [torch.arange(int(r), int(r + c)) for r, c in zip(row, count)]
+    used = torch.cat((*used, torch.arange(own, own + N * beside))).to(DEVICE)
+    raw = lambda t: t.view(torch.uint8)[used]
+    assert torch.equal(raw(got.codes), raw(codes)) and torch.equal(got.scales[:, used], scales[:, used])
 
 
 def test_tiles_grow_with_the_tokens_of_an_expert():
