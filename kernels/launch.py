@@ -41,18 +41,24 @@ def assumed(gpu: GPU) -> Iterator[None]:
 
 
 @contextmanager
-def captured_in(graph: object) -> Iterator[None]:
-    """While it lasts, launches of this thread belong to `graph`, which is replayed at most once at a time."""
-    _capture.graph = graph
+def captured_in(graph: object, cooperative: bool = True) -> Iterator[None]:
+    """While it lasts, launches of this thread belong to `graph`, which is replayed at most once at a time. cooperative:
+    it may have kernels whose programs wait for each other."""
+    _capture.graph, _capture.cooperative = graph, cooperative
     try:
         yield
     finally:
-        _capture.graph = None
+        _capture.graph, _capture.cooperative = None, True
 
 
 def capture() -> object | None:
     """What launches of this thread belong to."""
     return getattr(_capture, "graph", None)
+
+
+def cooperative() -> bool:
+    """Whether kernels whose programs wait for each other may be launched by this thread."""
+    return getattr(_capture, "cooperative", True)
 
 
 def _gpu(device: torch.device) -> GPU:

@@ -10,8 +10,8 @@ from dsv4.kernels.launch import captured_in
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, **how) -> Iterator[None]:
-    """torch.cuda.graph(graph, **how), during which nothing is collected.
+def capturing(graph: torch.cuda.CUDAGraph, cooperative: bool = True, **how) -> Iterator[None]:
+    """torch.cuda.graph(graph, **how), during which nothing is collected. cooperative: as of `captured_in`.
 
     A deleted model or engine may hold its graphs in a cycle, so that they are freed whenever Python collects. The
     driver forbids freeing a graph during a capture: the running capture is lost ("operation failed due to a previous
@@ -20,7 +20,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **how) -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, **how), captured_in(graph):
+        with torch.cuda.graph(graph, **how), captured_in(graph, cooperative):
             yield
     finally:
         if collects:

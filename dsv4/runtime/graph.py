@@ -6,6 +6,7 @@ import torch
 
 from dsv4.cache.cache import Cache, Lengths
 from dsv4.errors import ContextOverrun, InputError
+from dsv4.kernels.launch import captured_in
 from dsv4.model.arguments import check_cache, check_whole
 from dsv4.model.causal import CausalLM, captures
 from dsv4.model.causal import capacity as capacity  # its old place, until 0.4
@@ -27,10 +28,12 @@ def captured_graph(
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph(**({"keep_graph": True} if keep else {}))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            run()
-            undo()
-        with capturing(graph, stream=stream, pool=pool):
+        # Where processes share a GPU by MPS, bodies of conditional nodes have no cooperative kernels.
+        with captured_in(None, cooperative=not keep):
+            for _ in range(WARM_UP):
+                run()
+                undo()
+        with capturing(graph, cooperative=not keep, stream=stream, pool=pool):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     return graph

@@ -23,6 +23,7 @@ from dsv4.kernels.descriptors import described
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import (
     capability,
+    cooperative,
     dependent_launch,
     dot_in_fp32,
     interpreting,
@@ -181,7 +182,7 @@ def _launch(
         window, far = (p.unpacked(D) for p in (window, far)) if far is not window else 2 * (window.unpacked(D),)
     partial, lse, dependent = out, out, dependent_launch(q.device)
     shared = shared_out(tile, splits, N, H, W, K, processors(q.device))
-    counters = Counters.of(q.device, processors(q.device)) if shared else None
+    counters = Counters.of(q.device, processors(q.device)) if shared and cooperative() else None
     shared = ALONE if counters is None else shared
     if splits > 1:
         partial = torch.empty(N, splits, H, D, dtype=torch.float32, device=q.device)

@@ -177,7 +177,8 @@ def rank_found(
     """
     row, b, t = row_of_program(T)
     FOUND += row * (PARTS * ROOM)
-    OUT, base = OUT + row * k, first_row(b, first, RUN)
+    OUT += row * k
+    base = first_row(b, first, RUN)  # not beside another: Triton 3.6.0 takes no None in an assignment of several
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

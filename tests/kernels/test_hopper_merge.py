@@ -124,6 +124,16 @@ class Graph:
     pass
 
 
+def test_graphs_without_cooperative_kernels_have_two(merging, monkeypatch):
+    merging("64 keys", 3, 2)
+    merged = []
+    monkeypatch.setattr(kernels, "_merge", lambda *given: merged.append(given))
+    for cooperative in (True, False):
+        with captured_in(Graph(), cooperative):
+            sparse_attention(*selected("bf16", N=1), backend="triton")
+        assert len(merged) == (not cooperative)
+
+
 def test_programs_that_do_not_wait_are_found(merging, monkeypatch):
     merging("64 keys", 3, 2)
     monkeypatch.setattr(hopper, "meet", alone)

@@ -261,7 +261,7 @@ def test_rows_of_experts_are_added_up_while_they_are_merged(tokens, dtype, share
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("tokens,d", [(10, 384), (33, 128)])
+@pytest.mark.parametrize("tokens,d", [(17, 384), (33, 128)])
 def test_the_input_comes_with_the_codes_of_its_rounding(tokens, d, dtype, monkeypatch):
     """Blocks of sizes of their own, one of zeros; x and the rest are those without codes, bit for bit."""
     monkeypatch.setattr(triton_merge, "capability", lambda device: (9, 0))
@@ -292,7 +292,7 @@ def test_the_input_comes_with_its_rounded_numbers(dtype):
         assert type(x) is torch.Tensor
 
 
-@pytest.mark.parametrize("tokens,d,generation", [(9, 128, 9), (10, 80, 9), (10, 128, 8)])
+@pytest.mark.parametrize("tokens,d,generation", [(16, 128, 9), (17, 80, 9), (17, 128, 8)])
 def test_inputs_without_codes(tokens, d, generation, monkeypatch):
     """Where there are too few tokens, parts of blocks, or no products of codes."""
     monkeypatch.setattr(triton_merge, "capability", lambda device: (generation, 0))
