@@ -44,21 +44,25 @@ def assumed(gpu: GPU) -> Iterator[None]:
 def captured_in(graph: object, cooperative: bool = True) -> Iterator[None]:
     """While it lasts, launches of this thread belong to `graph`, which is replayed at most once at a time. cooperative:
     it may have kernels whose programs wait for each other."""
-    _capture.graph, _capture.cooperative = graph, cooperative
+    before, _capture.now = _captured(), (graph, cooperative)
     try:
         yield
     finally:
-        _capture.graph, _capture.cooperative = None, True
+        _capture.now = before
 
 
 def capture() -> object | None:
     """What launches of this thread belong to."""
-    return getattr(_capture, "graph", None)
+    return _captured()[0]
 
 
 def cooperative() -> bool:
     """Whether kernels whose programs wait for each other may be launched by this thread."""
-    return getattr(_capture, "cooperative", True)
+    return _captured()[1]
+
+
+def _captured() -> tuple[object | None, bool]:
+    return getattr(_capture, "now", (None, True))
 
 
 def _gpu(device: torch.device) -> GPU:

@@ -10,7 +10,8 @@ from dsv4.kernels.experts import hopper
 from dsv4.kernels.experts.hopper_order import sort_and_arrange
 from dsv4.kernels.experts.triton_stream import Routed, Shared
 from dsv4.kernels.launch import capability, processors
-from dsv4.kernels.linear.hopper_weights import Unfit, largest_scales
+from dsv4.kernels.linear.hopper_weights import COLUMNS, Unfit, largest_scales
+from dsv4.kernels.linear.triton_fp8 import BLOCK, blocked
 from dsv4.kernels.linear.triton_weights import Held
 
 TOKENS = (8, 16, 32, 64, 128)  # of a tile, at most; sums of more do not fit in registers
@@ -22,8 +23,6 @@ DTYPES = (torch.bfloat16,)  # of x
 # Tokens up to which the shared expert's tiles are in the launches of the routed ones. Its weights are read again for
 # each tile of tokens, so more tokens are better served by products of their own.
 BESIDE = 64
-BLOCK = 128  # rows and columns of a block of the shared expert's scales
-COLUMNS = 4 * BLOCK  # of which weights have multiples: stages are freed four at a time
 
 
 def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
@@ -39,9 +38,7 @@ def unfit(x: torch.Tensor, routed: Routed) -> Unfit | None:
 
 def joins(x: torch.Tensor, shared: Shared) -> bool:
     """Whether `multiply_codes` takes this shared expert beside routed ones that it takes."""
-    fits = lambda h: h.format == "fp8" and h.block == (BLOCK, BLOCK) and h.weight.dim() == 2 and not h.exact_sums
-    whole = not (shared.w2.K % COLUMNS or shared.w1.K % COLUMNS)
-    return len(x) <= BESIDE and whole and all(fits(h) and not h.weight.data_ptr() % 16 for h in shared)
+    return len(x) <= BESIDE and all(blocked(h) and not h.K % COLUMNS and not h.exact_sums for h in shared)
 
 
 def tile_tokens(P: int, E: int) -> int:

@@ -79,18 +79,23 @@ def tile_for(N: int, O: int, programs: int) -> Tile:
 
 def takes(h: Held, device: torch.device) -> bool:
     """Whether these kernels multiply with this weight, on that device."""
-    return h.format == "fp8" and h.block == (BLOCK, BLOCK) and _whole(h, device)
+    return blocked(h) and capability(device)[0] == 9
+
+
+def blocked(h: Held) -> bool:
+    """Whether a weight is one FP8 matrix of whole blocks of 128 × 128, each with a scale, that can be copied."""
+    return h.format == "fp8" and h.block == (BLOCK, BLOCK) and _whole(h)
 
 
 def takes_fp4(h: Held, device: torch.device) -> bool:
     """Whether they do so with what `of_fp4` makes of this weight. The first call for a weight reads all of it, and
     waits for the result."""
-    return h.format == "mxfp4" and _whole(h, device) and not isinstance(largest_scales(h), Unfit)
+    fits = h.format == "mxfp4" and _whole(h) and capability(device)[0] == 9
+    return fits and not isinstance(largest_scales(h), Unfit)
 
 
-def _whole(h: Held, device: torch.device) -> bool:
-    whole = not h.K % BLOCK and not h.O % BLOCK and not h.weight.data_ptr() % 16
-    return whole and h.weight.dim() == 2 and capability(device)[0] == 9
+def _whole(h: Held) -> bool:
+    return not h.K % BLOCK and not h.O % BLOCK and not h.weight.data_ptr() % 16 and h.weight.dim() == 2
 
 
 class Coded(NamedTuple):
