@@ -3,8 +3,7 @@
 import torch
 
 from dsv4.kernels.errors import UnsupportedInput
-
-_MATRICES: dict[tuple[int, torch.device], torch.Tensor] = {}
+from dsv4.kernels.tables import table
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
@@ -12,13 +11,14 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
     It is its own inverse, and applied to queries and keys alike it leaves their products unchanged.
     """
-    D = x.shape[-1]
-    H = _MATRICES.get((D, x.device))
-    if H is None:
-        if D < 1 or D & (D - 1):
-            raise UnsupportedInput(f"the Hadamard transform needs a power of two; found {D} dims")
-        H = torch.ones(1, 1, device=x.device)
-        while H.shape[0] < D:  # H_2n = [[H, H], [H, −H]]
-            H = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device), H)
-        H = _MATRICES[D, x.device] = H * D**-0.5
-    return (x.float() @ H).to(x.dtype)
+    return (x.float() @ _matrix(x.device, x.shape[-1])).to(x.dtype)
+
+
+@table
+def _matrix(device: torch.device, D: int) -> torch.Tensor:
+    if D < 1 or D & (D - 1):
+        raise UnsupportedInput(f"the Hadamard transform needs a power of two; found {D} dims")
+    H = torch.ones(1, 1, device=device)
+    while H.shape[0] < D:  # H_2n = [[H, H], [H, −H]]
+        H = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), H)
+    return H * D**-0.5

@@ -1,9 +1,8 @@
 """Scalar codes: E8M0, E4M3 and E2M1, decoded and encoded bit by bit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
+
+from dsv4.kernels.tables import table
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -42,26 +41,6 @@ def round_e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-# By device, because to make them copies from the host, which no CUDA graph may do.
-_VALUES: dict[torch.device, torch.Tensor] = {}
-_PAIRS: dict[torch.device, torch.Tensor] = {}  # both values of each of the 256 bytes
-
-
-@contextmanager
-def own_tables() -> Iterator[None]:
-    """While it lasts, tables are made anew, and then forgotten: of devices that only bear the names of real ones."""
-    tables = _VALUES, _PAIRS
-    before = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, were in zip(tables, before, strict=True):
-            table.clear()
-            table.update(were)
-
-
 def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     """fp32 → E2M1 codes uint8 0 … 15, saturating at ±6, ties to the even code. NaN is not representable."""
     magnitude = x.abs()
@@ -74,10 +53,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def decode_e2m1(code: torch.Tensor) -> torch.Tensor:
     """E2M1 codes (integer 0 … 15) → fp32."""
-    table = _VALUES.get(code.device)
-    if table is None:
-        table = _VALUES[code.device] = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=code.device)
-    return table.index_select(0, code.flatten().int()).view(code.shape)
+    return _values(code.device).index_select(0, code.flatten().int()).view(code.shape)
 
 
 def pack_e2m1(code: torch.Tensor) -> torch.Tensor:
@@ -87,8 +63,18 @@ def pack_e2m1(code: torch.Tensor) -> torch.Tensor:
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Bytes uint8 [..., K/2] → fp32 values [..., K]; the low nibble is the even index."""
-    pairs = _PAIRS.get(packed.device)
-    if pairs is None:
-        byte = torch.arange(256, device=packed.device)
-        pairs = _PAIRS[packed.device] = torch.stack((decode_e2m1(byte & 15), decode_e2m1(byte >> 4)), -1)
+    pairs = _pairs(packed.device)
     return pairs.index_select(0, packed.flatten().int()).view(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+@table
+def _values(device: torch.device) -> torch.Tensor:
+    """The value of each E2M1 code: fp32 [16]."""
+    return torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=device)
+
+
+@table
+def _pairs(device: torch.device) -> torch.Tensor:
+    """Both values of each byte of E2M1 codes: fp32 [256, 2]."""
+    byte = torch.arange(256, device=device)
+    return torch.stack((decode_e2m1(byte & 15), decode_e2m1(byte >> 4)), -1)

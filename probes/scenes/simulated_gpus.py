@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsv4.kernels.quantize.formats import own_tables
+from dsv4.kernels.tables import own_tables
 
 HOST = torch.device("cpu")
 MOVES = {"to", "cpu"}

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from dsv4.kernels import tables
+from dsv4.kernels.hadamard.reference import hadamard
 from dsv4.kernels.quantize import formats
 from dsv4.probes.scenes.simulated_gpus import simulated
 
@@ -68,9 +70,13 @@ def test_only_copies_move_numbers():
 
 def test_tables_of_a_real_gpu_are_not_taken_and_come_back(monkeypatch):
     """A GPU that was used before left its tables under the name of the simulated one."""
-    for table in (formats._VALUES, formats._PAIRS):
-        monkeypatch.setitem(table, FIRST, "of the GPU")
+    codes, x = torch.tensor([0x72], dtype=torch.uint8, device=FIRST), torch.tensor([3.0, 1.0, 0.0, 0.0], device=FIRST)
+    formats.unpack_e2m1(codes), hadamard(x)
+    left = {key: "of the GPU" for key in tables._tables if FIRST in key}
+    assert len(left) == 3
+    monkeypatch.setattr(tables, "_tables", left)
     with simulated():
-        found = formats.unpack_e2m1(torch.tensor([0x72], dtype=torch.uint8, device=FIRST))
-        assert found.device == FIRST and found.tolist() == [1.0, 6.0]
-    assert formats._VALUES[FIRST] == formats._PAIRS[FIRST] == "of the GPU"
+        values, turned = formats.unpack_e2m1(codes), hadamard(x)
+        assert values.device == turned.device == FIRST
+        assert values.tolist() == [1.0, 6.0] and turned.tolist() == [2.0, 1.0, 2.0, 1.0]
+    assert tables._tables is left and set(left.values()) == {"of the GPU"}
