@@ -11,7 +11,6 @@ compiled whole, by which the next process with the same request knows that there
 was compiled, by which other requests know what they lack.
 """
 
-import ctypes
 import hashlib
 import sys
 import time
@@ -34,7 +33,7 @@ from dsv4.kernels.recording import Launch, target_of
 from dsv4.kernels.triton_cache import triton_key
 from dsv4.model.causal import CausalLM
 from dsv4.parallel.ranks_asked import end_with
-from dsv4.runtime.driver import library
+from dsv4.runtime.driver import CAPABILITY, PROCESSORS, attribute
 from dsv4.runtime.launches import Runs, Work, launches
 from dsv4.runtime.threads import usable_processors
 
@@ -147,15 +146,10 @@ def sources() -> str:
 def present_gpu(index: int = 0) -> GPU:
     """GPU `index` of this process, by the driver's library, which leaves torch's CUDA unused. Raises InputError if
     there is none."""
-    driver, device, value = library(), ctypes.c_int(), ctypes.c_int()
-    if driver is None or driver.cuDeviceGet(ctypes.byref(device), index):
+    processors = attribute(PROCESSORS, index)
+    if processors is None:
         raise InputError(f"this machine has no CUDA device {index}; name a card, e.g. --device h100")
-
-    def attribute(number: int) -> int:
-        driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-        return value.value
-
-    return GPU((attribute(75), attribute(76)), attribute(16))
+    return GPU((attribute(CAPABILITY[0], index), attribute(CAPABILITY[1], index)), processors)
 
 
 # ---- in processes that are forked ---------------------------------------------------------

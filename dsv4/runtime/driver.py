@@ -5,6 +5,8 @@ import ctypes
 from functools import cache
 from threading import Thread
 
+CAPABILITY, PROCESSORS, MPS = (75, 76), 16, 133  # attributes of a device
+
 _started: list[Thread] = []
 
 
@@ -21,6 +23,16 @@ def library() -> ctypes.CDLL | None:
     for thread in _started:
         thread.join()
     return _loaded()
+
+
+def attribute(number: int, index: int = 0) -> int | None:
+    """A property of GPU `index` of this process, by its number in cuda.h; None where there is no such GPU, 0 where the
+    driver does not know it."""
+    driver, device, value = library(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuDeviceGet(ctypes.byref(device), index):
+        return None
+    driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+    return value.value
 
 
 @cache

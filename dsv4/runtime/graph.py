@@ -14,6 +14,7 @@ from dsv4.model.cut_values import Logits, whole
 from dsv4.model.mtp import run_block
 from dsv4.model.step import CapturedStep
 from dsv4.runtime.capture import capturing
+from dsv4.runtime.driver import MPS, attribute
 from dsv4.sending import send
 
 WARM_UP = 2  # runs before capture: kernels compile and libraries take their workspaces
@@ -25,15 +26,16 @@ def captured_graph(
     """The launches of `run` as a graph, after a few warm-up runs; undo is called after each of those. pool: memory pool
     of graphs that never run at the same time. keep: it can be part of another graph, and is made ready to run by itself
     when it first does."""
+    # Where processes share a GPU by MPS, bodies of conditional nodes have no cooperative kernels.
+    cooperative = not (keep and attribute(MPS, torch.cuda.current_device()))
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph(**({"keep_graph": True} if keep else {}))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # Where processes share a GPU by MPS, bodies of conditional nodes have no cooperative kernels.
-        with captured_in(None, cooperative=not keep):
+        with captured_in(None, cooperative):
             for _ in range(WARM_UP):
                 run()
                 undo()
-        with capturing(graph, cooperative=not keep, stream=stream, pool=pool):
+        with capturing(graph, cooperative, stream=stream, pool=pool):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     return graph

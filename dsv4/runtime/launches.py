@@ -13,7 +13,7 @@ import torch
 from dsv4.cache.cache import Cache
 from dsv4.cache.paged import PagedCache
 from dsv4.cache.paged_view import PagedView
-from dsv4.kernels.launch import GPU, captured_in
+from dsv4.kernels.launch import GPU
 from dsv4.kernels.recording import Launch, recorded
 from dsv4.model.causal import DEFAULT_MAX_REWIND, CausalLM, captured_capacity
 from dsv4.runtime.graph import BlockGraph, DecodeGraph
@@ -75,13 +75,7 @@ def block(model: CausalLM, cache: Cache, streams: torch.Tensor, ids: torch.Tenso
 
 def steps(model: CausalLM, cache: Cache | PagedView, drafts: Sequence[int]) -> None:
     """Steps of all rows of a cache, of one token and of these numbers of drafts more, and the MTP block's, which runs
-    as many tokens as a pass kept. With drafts these also as parts of a graph of rounds (`captured_graph`)."""
-    for cooperative in (True, False) if drafts else (True,):
-        with captured_in(None, cooperative):
-            _steps(model, cache, drafts)
-
-
-def _steps(model: CausalLM, cache: Cache | PagedView, drafts: Sequence[int]) -> None:
+    as many tokens as a pass kept."""
     for width in sorted({1, *(1 + n for n in drafts)}):
         DecodeGraph(model, cache, width, whole=False)._run()
     for width in range(1, max(drafts) + 2) if len(model.mtp) and drafts else ():

@@ -7,6 +7,7 @@ keys of a tile, and half the columns of the output.
 Programs that share a query may also share the columns of its output, and merge what they have found: `hopper_merge`.
 """
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -171,6 +172,9 @@ def attend(
                 copy_rows(k, ahead, tile + STAGES < near, WINDOW, run, W_ROW, E_ROW, D)
             async_copy.commit_group()
             ahead = rows_of(tile + STAGES + 1, lists, LISTED, BN, ROWS)
+    if first >= last:  # the queries are not waited for: what follows may exchange numbers through their memory
+        async_copy.wait_group(0)
+        tl.debug_barrier()
     total = gl.sum(l, 1)
     lses = LSE + (n * PARTS + part) * H * splits
     if SPLIT:
@@ -178,7 +182,6 @@ def attend(
     else:
         total += gl.exp2(sink - gl.where(m == float("-inf"), 0.0, m))
     out = acc * (1.0 / gl.convert_layout(total, gl.SliceLayout(1, O)))[:, None]
-    async_copy.wait_group(0)  # waits for the queries if there was no tile
     rows = OUT + (n * splits + split) * (H * D)
     if SPLIT:  # in fp32: parts may cancel
         head, d = h0 + gl.arange(0, 64, gl.SliceLayout(1, O)), part * C + gl.arange(0, C, gl.SliceLayout(0, O))

@@ -35,6 +35,24 @@ def test_without_a_device(monkeypatch):
         compiling.present_gpu()
 
 
+class Card:
+    """A driver with one device, whose attributes are its number times ten plus what was asked for."""
+
+    def cuDeviceGet(self, device, index):
+        device._obj.value = index
+        return int(index != 0)
+
+    def cuDeviceGetAttribute(self, value, number, device):
+        value._obj.value = 10 * device.value + number
+
+
+def test_attributes_are_of_the_device_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(driver, "_loaded", Card)
+    assert compiling.present_gpu() == ((75, 76), 16) and driver.attribute(driver.MPS) == 133
+    with pytest.raises(compiling.InputError, match="no CUDA device 1; name a card"):
+        compiling.present_gpu(1)
+
+
 def test_it_imports_no_torch():
     said = "import sys, dsv4.runtime.driver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", said]).returncode == 0

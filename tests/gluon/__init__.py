@@ -10,7 +10,8 @@ It models what a test cannot see in values alone. Fresh shared memory is NaN. An
 late or as early as it may (`timing` says which seed does what, and a test runs all of SEEDS). Partitions of
 `warp_specialize` take turns. These are errors: accesses beyond a tensor, a byte count that no `mbarrier.expect` named,
 more arrivals than a barrier counts, a deadlock, an accumulator read before its wait, stores to shared memory that wgmma
-or TMA reads without a fence, and operations that are under way when a partition ends.
+or TMA reads without a fence, operations that are under way when a partition ends, and cp.async to memory that is not
+used later while warps exchange numbers through scratch memory, which may be the same.
 
 It does not model layouts (`scripts/check_aot.py` compiles kernels), races between programs, clusters, multicast, or the
 limited precision of FP8 sums. Loops that wait for another program never end, unless the programs run at the same time

@@ -40,6 +40,7 @@ class Accesses:
         """An access of the current partition, which completes later: `complete`. Raise EmulationError where it is not
         ordered after an earlier one."""
         here = self.program.current
+        self.program.crossed.pop(view.allocation, None)
         made = Access(view, writes, what, here.index if who is None else who, epoch)
         earlier = self.of.setdefault(view.allocation, [])
         for a in earlier:

@@ -33,6 +33,15 @@ class Language:
     def program(self):
         return self.running()
 
+    def exchanging(self, function):
+        """`function`, in which warps exchange numbers through scratch memory."""
+
+        def call(*args, **kwargs):
+            self.program.exchanges(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
     def program_id(self, axis):
         return to_tensor(self.program.ids[axis])
 
@@ -88,6 +97,7 @@ class Language:
 
     def _atomic(self, change, pointer, val, mask=None, sem=None, scope=None):
         """Element after element; the values before. Other programs may run before and after it."""
+        self.program.exchanges("an atomic")
         self.program.yields()
         kind, held = pointer.dtype.element_ty, self.program.memory
         address, live, shape = memory.addresses(pointer, mask)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tests.gluon.accesses import Access, Accesses, merge
 from tests.gluon.errors import Deadlock, EmulationError, refuse
-from tests.gluon.memory import Memory, Shared
+from tests.gluon.memory import Allocation, Memory, Shared
 from tests.gluon.timing import Timing
 
 
@@ -111,6 +111,7 @@ class Program:
         self.barriers: dict[tuple, Barrier] = {}
         self.accesses = Accesses(self)
         self.final: list[Callable[[], None]] = []  # writes to global memory that nothing waits for
+        self.crossed: dict[Allocation, str] = {}  # copies under way to what was not used since: why that is wrong
         self.error: BaseException | None = None
         self.yields: Callable[[], None] = lambda: None  # lets another program run
         self.partitions = [Partition("the kernel", 0, warps, clock={0: 1})]
@@ -211,6 +212,15 @@ class Program:
         ]
         return Deadlock("every partition waits: " + "; ".join(lines))
 
+    # Scratch memory ---------------------------------------------------------------------------------------------------
+
+    def exchanges(self, what: str) -> None:
+        """Warps exchange numbers through shared memory, which may be that of any allocation that is not used later."""
+        here = self.current
+        for copy in (*(copy for group in here.groups for copy in group), *here.copies):
+            view = copy.access.view
+            self.crossed[view.allocation] = f"{here.name}: {what} while {copy.access.what} to {view} is under way"
+
     # Barriers ---------------------------------------------------------------------------------------------------------
 
     def barrier(self, view: Shared) -> Barrier:
@@ -247,6 +257,8 @@ class Program:
 
     def end(self) -> None:
         self.partitions[0].finish()
+        for crossed in self.crossed.values():
+            raise EmulationError(f"{crossed}; its memory is not used after that, and may be the scratch memory")
         for barrier in self.barriers.values():
             left = f"{barrier.name}: the kernel ends with {len(barrier.pending)} copies under way"
             refuse(bool(barrier.pending), f"{left} ({barrier.state()})")

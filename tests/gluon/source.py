@@ -23,7 +23,7 @@ from tests.gluon.running import Language
 from tests.gluon.values import NUMBERS, Tensor, to_tensor
 
 VALUES = (
-    "arange full zeros full_like zeros_like cast convert_layout set_auto_layout reshape permute ravel join split "
+    "arange full zeros full_like zeros_like cast set_auto_layout reshape permute ravel join split "
     "broadcast cdiv add sub mul maximum minimum exp exp2 log log2 sqrt sqrt_rn rsqrt erf sin cos floor ceil abs fdiv "
     "div_rn fma umulhi gather static_assert device_assert "
     "assume multiple_of max_contiguous max_constancy static_print device_print static_range where expand_dims"
@@ -40,7 +40,8 @@ def _pairs(running: Language, device: Hopper):
     """(module, name, emulation) of everything known; names that this Triton lacks are left out below."""
     for module in (gl, tl, tl.math):
         yield from ((module, name, getattr(emulated, name)) for name in VALUES)
-        yield from ((module, name, getattr(reductions, name)) for name in REDUCTIONS)
+        yield from ((module, name, running.exchanging(getattr(reductions, name))) for name in REDUCTIONS)
+        yield module, "convert_layout", running.exchanging(emulated.convert_layout)
         yield from ((module, name, getattr(running, name)) for name in RUNNING)
         yield module, "range", emulated.dynamic_range
         yield module, "to_tensor", to_tensor

@@ -180,6 +180,30 @@ def test_groups_of_copies(seed):
         run(rotated, x, out, 5, 1, False, 64, seed=seed)
 
 
+@gluon.jit
+def summed(X, OUT, WAITED: gl.constexpr, READ: gl.constexpr):
+    i = gl.arange(0, 128, LINE)
+    copied = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    async_copy.async_copy_global_to_shared(copied, X + i)
+    async_copy.commit_group()
+    if WAITED:
+        async_copy.wait_group(0)
+    total = gl.sum(gl.load(X + i), 0)
+    async_copy.wait_group(0)
+    gl.store(OUT + i, total + (copied.load(LINE) if READ else i))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_copies_to_what_may_be_scratch_memory(seed):
+    """Memory that is used later is of its own; a sum may be made in that of a copy that nothing reads."""
+    x, out = torch.arange(128.0), torch.zeros(128)
+    for waited, read in ((True, True), (False, True), (True, False)):
+        run(summed, x, out, waited, read, seed=seed)
+        assert torch.equal(out, 8128 + x)
+    with pytest.raises(EmulationError, match="sum while an asynchronous copy to copied is under way"):
+        run(summed, x, out, False, False, seed=seed)
+
+
 # Operands in registers ------------------------------------------------------------------------------------------------
 
 NIBBLES = gl.constexpr("""
