@@ -23,6 +23,8 @@ from dsv4.kernels.descriptors import described
 from dsv4.kernels.errors import UnsupportedInput
 from dsv4.kernels.launch import (
     capability,
+    capture,
+    captured_in,
     cooperative,
     dependent_launch,
     dot_in_fp32,
@@ -43,6 +45,7 @@ MERGE_US, PARTIAL_BYTES_US = 2.8, 5e6
 PROGRAM_BYTES_US = 4.4e4  # that each of programs that merge by themselves writes and reads
 PARTS = 8  # programs that share a tile, at most: 64 columns each
 SPLITS = 128  # that programs merge by themselves, at most
+TOO_LARGE = "too many blocks in cooperative launch"  # of the driver, before anything runs
 COOPERATIVE = True  # whether the driver is asked to run these programs at the same time
 
 
@@ -146,7 +149,19 @@ class _Pool(NamedTuple):
         return self.data.shape[-2] * self.row >= 1 << 31
 
 
-def _launch(
+def _launch(*given) -> torch.Tensor:
+    """As `_launched`. A green context has fewer multiprocessors than its device, which may not hold all programs that
+    would wait for each other: there a second kernel merges, with the same bits."""
+    try:
+        return _launched(*given)
+    except RuntimeError as error:
+        if TOO_LARGE not in str(error):
+            raise
+    with captured_in(capture(), cooperative=False):
+        return _launched(*given)
+
+
+def _launched(
     name: str,
     q,
     window: _Pool,
@@ -273,7 +288,7 @@ def _many(tile: Tile, splits: int, pools: tuple[_Pool, ...], q: torch.Tensor, qu
 
 
 def _attend_many(common: tuple, q, out, form: tuple, programs: int, dependent: bool) -> None:
-    """common: as `_launch` has it, from the sink on; form: what is known when it is compiled."""
+    """common: as `_launched` has it, from the sink on; form: what is known when it is compiled."""
     sink, window, far, window_index, listing, seen, scale, T, H, W, K, _, *strides = common
     queries, rows = (described(t.view(-1, t.shape[-1]), 64, columns) for t, columns in ((q, 256), (out, 64)))
     hopper_prefill.attend_many[(programs,)](

@@ -134,6 +134,35 @@ def test_graphs_without_cooperative_kernels_have_two(merging, monkeypatch):
         assert len(merged) == (not cooperative)
 
 
+class SmallCard:
+    """A kernel on fewer multiprocessors than the device has: the driver refuses programs that wait for each other."""
+
+    def __init__(self, kernel, said: str):
+        self.kernel, self.said = kernel, said
+
+    def __getitem__(self, grid):
+        def launch(*args, launch_cooperative_grid=False, **options):
+            if launch_cooperative_grid:
+                raise RuntimeError(f"Triton Error [CUDA]: {self.said}")
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+def test_on_a_part_of_the_multiprocessors_a_second_kernel_merges(merging, monkeypatch):
+    args, merged = selected("bf16"), []
+    merging("64 keys", 3, 2)
+    merge = lambda partial, lse, sink, out, dependent: merged.append(lse.shape)
+    monkeypatch.setattr(kernels, "_merge", merge)
+    monkeypatch.setattr(hopper, "attend", SmallCard(hopper.attend, kernels.TOO_LARGE))
+    sparse_attention(*args, backend="triton")
+    assert merged == [(2, 1, 5, 3)] and not bool(state().any())
+    monkeypatch.setattr(hopper, "attend", SmallCard(hopper.attend, "an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        sparse_attention(*args, backend="triton")
+    assert len(merged) == 1
+
+
 def test_programs_that_do_not_wait_are_found(merging, monkeypatch):
     merging("64 keys", 3, 2)
     monkeypatch.setattr(hopper, "meet", alone)
