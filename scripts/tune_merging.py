@@ -24,8 +24,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from dsv4.kernels.attention import reference, triton
-from dsv4.kernels.attention.triton import Tile
+from dsv4.kernels.attention import reference, triton, triton_plan
+from dsv4.kernels.attention.triton_plan import Tile
 from scripts.bench.timing import Clock
 from scripts.tune_attention import WINDOW, D, H, pool
 
@@ -106,7 +106,7 @@ def case(name: str, clock: Clock, alone: bool) -> int:
 def choices(name: str) -> Iterator[Choice]:
     """Two kernels before one, for each tile and number of splits."""
     form, N, K, _ = CASES[name]
-    one = triton.tile_shapes(False, form == "fp8", True, (9, 0))
+    one = triton_plan.tile_shapes(False, form == "fp8", True, (9, 0))
     narrow, copied = one[0], [Tile(64, keys, warps, 2, 0, 0, copied=True) for keys, warps in TILES]
     for tile in (narrow, *copied):
         tiles, most = -(-WINDOW // tile.keys) + -(-K // tile.keys), processors() // N
@@ -114,7 +114,7 @@ def choices(name: str) -> Iterator[Choice]:
         for runs in each[: 1 if tile is narrow else 2]:
             splits = -(-tiles // runs)
             fits = [parts for parts in (8, 4, 2, 1) if N * splits * parts <= processors()]
-            for parts in (0, *(fits if tile.copied and splits <= triton.SPLITS else ())):
+            for parts in (0, *(fits if tile.copied and splits <= triton_plan.SPLITS else ())):
                 if parts > 1 or tile.warps == 8 or tile is narrow:  # the others need too many registers
                     yield Choice(tile, splits, parts)
 
@@ -127,7 +127,7 @@ def chosen(choice: Choice, alone: bool) -> ExitStack:
     """While it is entered, every call is shared out so."""
     stack, given = ExitStack(), triton.shared_out
     stack.enter_context(patch.object(triton, "plan", lambda *shape: choice[:2]))
-    stack.enter_context(patch.object(triton, "PARTS", choice.parts))
+    stack.enter_context(patch.object(triton_plan, "PARTS", choice.parts))
     stack.enter_context(patch.object(triton, "shared_out", given if choice.parts else lambda *shape: None))
     stack.enter_context(patch.object(triton, "COOPERATIVE", not alone))
     return stack
@@ -153,9 +153,9 @@ def drawn(name: str) -> tuple[Callable, Callable, str]:
     count = 4096 if listed else K
     entries = made(N, count, D)
     packed = pool if form == "fp8" else lambda given: given
-    planned = triton.plan(N, H, D, WINDOW, K, False, form == "fp8", True, (9, 0), processors())
+    planned = triton_plan.plan(N, H, D, WINDOW, K, False, form == "fp8", True, (9, 0), processors())
     said = f"{planned[0][:4]}, {planned[1]} splits"
-    said += f", {triton.shared_out(*planned, N, H, WINDOW, K, processors())}"
+    said += f", {triton_plan.shared_out(*planned, N, H, WINDOW, K, processors())}"
     if listed:
         selected = torch.rand(N, count, device="cuda").topk(K, -1).indices
         selected += torch.arange(N, device="cuda")[:, None] * count

@@ -6,7 +6,7 @@ import torch
 
 from dsv4.kernels.attention import hca_attention, hopper, sparse_attention
 from dsv4.kernels.attention import triton as kernels
-from dsv4.kernels.attention.triton import Tile
+from dsv4.kernels.attention.triton_plan import Tile
 from tests.gluon import SEEDS, OnCPU
 from tests.kernels.products import CUDA, poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
 from tests.kernels.test_triton_attention import NAN, as_pool, close, listed, randn, unseen

@@ -5,9 +5,9 @@ import pytest
 import torch
 from triton.experimental import gluon
 
-from dsv4.kernels.attention import hca_attention, hopper, hopper_merge, sparse_attention
+from dsv4.kernels.attention import hca_attention, hopper, hopper_merge, sparse_attention, triton_plan
 from dsv4.kernels.attention import triton as kernels
-from dsv4.kernels.attention.triton import Tile
+from dsv4.kernels.attention.triton_plan import Tile
 from dsv4.kernels.launch import captured_in
 from tests.gluon import SEEDS, Deadlock, OnCPU
 from tests.kernels.products import CUDA, poison  # noqa: F401 (a fixture: fresh buffers hold NaN)
@@ -31,7 +31,7 @@ def merging(monkeypatch):
 
     def use(tile: str, splits: int, parts: int, seed: int = 0):
         monkeypatch.setattr(kernels, "plan", lambda *shape: (TILES[tile], splits))
-        monkeypatch.setattr(kernels, "PARTS", parts)
+        monkeypatch.setattr(triton_plan, "PARTS", parts)
         monkeypatch.setattr(hopper, "attend", OnCPU(kernel, seed))
 
     return use
@@ -189,7 +189,7 @@ def alone(counter, first, count):
 
 def test_programs_that_are_not_at_once_on_the_device_need_a_second_kernel(merging):
     tile = TILES["64 keys"]
-    assert kernels.shared_out(tile, 10, 13, 64, 128, 512, 132).parts == 1
-    assert kernels.shared_out(tile, 10, 14, 64, 128, 512, 132) is None
-    assert kernels.shared_out(tile, 1, 1, 64, 0, 64, 132) is None
-    assert kernels.shared_out(tile._replace(copied=False), 10, 1, 64, 128, 512, 132) is None
+    assert triton_plan.shared_out(tile, 10, 13, 64, 128, 512, 132).parts == 1
+    assert triton_plan.shared_out(tile, 10, 14, 64, 128, 512, 132) is None
+    assert triton_plan.shared_out(tile, 1, 1, 64, 0, 64, 132) is None
+    assert triton_plan.shared_out(tile._replace(copied=False), 10, 1, 64, 128, 512, 132) is None

@@ -7,7 +7,7 @@ import torch
 
 from dsv4.kernels.attention import hca_attention, sparse_attention
 from dsv4.kernels.attention import triton as kernels
-from dsv4.kernels.attention.triton import Tile
+from dsv4.kernels.attention.triton_plan import Tile
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from dsv4.kernels.errors import UnsupportedInput
 from tests.kernels.gqa_inputs import DEVICE, randn

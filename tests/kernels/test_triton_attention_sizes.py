@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.kernels.attention import hca_attention, sparse_attention
+from dsv4.kernels.attention import hca_attention, sparse_attention, triton_plan
 from dsv4.kernels.attention import triton as kernels
 from dsv4.kernels.cache_rows import PackedRows, RowFormat, pack_layout, write_rows
 from tests.kernels.test_triton_attention import NAN, as_pool, close, listed, packed, poison, randn  # noqa: F401 (a fixture)
@@ -64,7 +64,7 @@ def test_every_tile_of_this_gpu(monkeypatch, form, splits):
     """Also those that its plans choose at other shapes; a part of the splits is empty, and one row sees no entry."""
     seen = torch.tensor([[0], [129], [300]], device=DEVICE)
     cases = (sparse_attention, csa(3, (form, form))), (hca_attention, hca(3, 1, 300, (form, form), seen=seen))
-    for tile in kernels.tile_shapes(False, form == "fp8", True, torch.cuda.get_device_capability()):
+    for tile in triton_plan.tile_shapes(False, form == "fp8", True, torch.cuda.get_device_capability()):
         monkeypatch.setattr(kernels, "plan", lambda *shape: (tile, splits))
         for operation, args in cases:
             for heads in (64, 48, 128):
@@ -80,7 +80,7 @@ def test_programs_that_merge_give_the_bits_of_two_kernels(monkeypatch, form):
     seen = torch.tensor([[0], [129], [300]], device=DEVICE)
     cases = (sparse_attention, csa(3, (form, form))), (hca_attention, hca(3, 1, 300, (form, form), seen=seen))
     shared_out = kernels.shared_out
-    for tile in kernels.tile_shapes(False, form == "fp8", True, (9, 0)):
+    for tile in triton_plan.tile_shapes(False, form == "fp8", True, (9, 0)):
         for splits in (2, 5, 10) if tile.copied else ():
             monkeypatch.setattr(kernels, "plan", lambda *shape: (tile, splits))
             for operation, args in cases:
@@ -88,7 +88,7 @@ def test_programs_that_merge_give_the_bits_of_two_kernels(monkeypatch, form):
                 wanted = operation(*args, backend="triton")
                 monkeypatch.setattr(kernels, "shared_out", shared_out)
                 for parts in (8, 4, 2, 1):
-                    monkeypatch.setattr(kernels, "PARTS", parts)
+                    monkeypatch.setattr(triton_plan, "PARTS", parts)
                     assert all(torch.equal(operation(*args, backend="triton"), wanted) for _ in range(20))
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
