@@ -33,6 +33,7 @@ from dsv4.probes.report.provenance import called, command_line, date, device
 from dsv4.probes.report.waivers import holding
 from scripts import kernel_table
 from scripts.kernel_table import OURS
+from scripts.places import device_slug
 
 
 def audited(operation: str, kernel: str, arguments, waivers: tuple) -> str | None:
@@ -136,7 +137,7 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernel", action="append", help="only this one; may be given several times")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--shapes", default="flash")
-    parser.add_argument("--place", default="h100", help="last folder of each report")
+    parser.add_argument("--place", help="last folder of each report, instead of the device's name")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of one audit")
@@ -151,7 +152,9 @@ def parsed(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--without", action="append", default=[], help="not this clause; may be given several times")
     parser.add_argument("--whole", action="store_true", help="write checks that passed to the JSON too")
     parser.add_argument("--out", required=True)
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    options.place = options.place or ("cpu" if options.device == "cpu" else device_slug(device(options.device)))
+    return options
 
 
 def main(given: list[str] | None = None) -> None:

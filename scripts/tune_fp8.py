@@ -39,11 +39,6 @@ def ways(N: int, O: int) -> Iterator[tuple[str, Callable]]:
     for tile in triton_fp8.TIMES:
         if tile != chosen and N > tile.tokens // 2:
             yield f"{tuple(tile)}", partial(triton_fp8.product, tile=tile)
-        if not tile.split and N > tile.tokens // 2:
-            yield (
-                f"{tuple(tile)}, in turns",
-                patch.object(triton_fp8, "TURNS", True)(partial(triton_fp8.product, tile=tile)),
-            )
 
 
 def main() -> int:

@@ -42,7 +42,6 @@ def product(
     EACH: gl.constexpr,
     ROWS: gl.constexpr,
     T: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """OUT [N, O] = codes X [N, K] · scales XS [K / 128, N] times codes W [O, K] · S [O / 128, K / 128] transposed. OUT1
     [N, O1] likewise, of W1 and S1, unless O1 is 0. ROWS: each row has a scale beside, of S1 [O] in fp32.
@@ -52,8 +51,7 @@ def product(
     is written. SPLIT: the tokens of a tile are 64, and each warpgroup takes every other stage; otherwise they are 128
     or 256. GROUP: blocks of rows of one weight that are visited with all tokens before the next ones, so that both stay
     in the L2 cache. STAGES: an even number if SPLIT. EACH: blocks of columns of a stage, 1 or, if SPLIT and K / 128 is
-    even, 2: a stage has two barriers, which take time to make and to wait for. TURNS: the warpgroups of a tile that is
-    not SPLIT begin their products in turns, so that one multiplies while the other scales and adds.
+    even, 2: a stage has two barriers, which take time to make and to wait for.
     """
     R: gl.constexpr = W.block_type.shape[0]
     x_ring = gl.allocate_shared_memory(X.dtype, [STAGES * EACH, T, COLUMNS], X.layout)
@@ -64,7 +62,6 @@ def product(
     parts = gl.allocate_shared_memory(gl.float32, [1, WAVE, R] if SPLIT else [1, 1, 1], PARTS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Of both warpgroups: the other has left its sums, or, with TURNS, whose turn it is.
     summed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -75,15 +72,19 @@ def product(
     # The tuples are written out: of one with a name, numbers known at compile time would become values.
     gl.warp_specialize(
         [
-            (multiply, (0, (OUT, OUT1), rings, out, parts, barriers, scales, N, O, O1, K, SPLIT, GROUP, STAGES, EACH,
-                        ROWS, TURNS)),
-            (multiply, (1, (OUT, OUT1), rings, out, parts, barriers, scales, N, O, O1, K, SPLIT, GROUP, STAGES, EACH,
-                        ROWS, TURNS)),
+            (
+                multiply,
+                (0, (OUT, OUT1), rings, out, parts, barriers, scales, N, O, O1, K, SPLIT, GROUP, STAGES, EACH, ROWS),
+            ),
+            (
+                multiply,
+                (1, (OUT, OUT1), rings, out, parts, barriers, scales, N, O, O1, K, SPLIT, GROUP, STAGES, EACH, ROWS),
+            ),
             (copy_tiles, ((X, XS, W, W1), rings, barriers, N, O, O1, K, SPLIT, GROUP, STAGES, EACH, ROWS)),
         ],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -172,7 +173,7 @@ def copy_weight(
 def multiply(
     WHICH: gl.constexpr, outs, rings, out, parts, barriers, scales, N, O: gl.constexpr, O1: gl.constexpr,
     K: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr,
-    ROWS: gl.constexpr, TURNS: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
     """The tiles of this program, as far as they are those of warpgroup WHICH."""
     x_ring, w_ring, factors = rings
@@ -206,12 +207,7 @@ def multiply(
             at = stage * EACH
             x, w, factor = x_ring.index(at), w_ring.index(at).permute([1, 0]), factors.index(at)
             zero = gl.zeros([WAVE, R], gl.float32, SUMS)
-            if TURNS:
-                wave = (number * PARTS + part) * WAVES
-                mbarrier.wait(summed.index(WHICH), (wave & 1) ^ (1 - WHICH))
-                sums = in_halves(x.slice(MINE, WAVE), w, zero)
-            else:
-                sums = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
+            sums = warpgroup_mma(x.slice(MINE, WAVE), w, zero, use_acc=False, is_async=True)
             if EACH == 2:
                 x1, w1 = x_ring.index(at + 1), w_ring.index(at + 1).permute([1, 0])
                 sums1 = warpgroup_mma(x1.slice(MINE, WAVE), w1, zero, use_acc=False, is_async=True)
@@ -226,24 +222,15 @@ def multiply(
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc += sums1 * of_token1
             elif WAVES == 1:
-                if TURNS:
-                    of_token = pass_turn(summed.index(1 - WHICH), of_token)
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc += sums * of_token
             else:
                 of_token1 = factor.slice(MINE + WAVE, WAVE, dim=1).permute([1, 0]).load(SUMS) * by
-                if TURNS:
-                    of_token = pass_turn(summed.index(1 - WHICH), of_token)
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 acc += sums * of_token
                 # Registers of the first products are taken again: others would be spilled.
-                if TURNS:
-                    mbarrier.wait(summed.index(WHICH), WHICH)  # the second wave of two
-                    sums = in_halves(x.slice(MINE + WAVE, WAVE), w, sums)
-                    of_token1 = pass_turn(summed.index(1 - WHICH), of_token1)
-                else:
-                    sums = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, sums, use_acc=False, is_async=True)
+                sums = warpgroup_mma(x.slice(MINE + WAVE, WAVE), w, sums, use_acc=False, is_async=True)
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 mbarrier.arrive(empty.index(stage), count=1)
                 acc1 += sums * of_token1
@@ -267,23 +254,6 @@ def multiply(
                 write(outs, out.index(WHICH), acc1, token + WAVE, row, O, O1)
         number += 1
     tma.store_wait(0)
-
-
-@gluon.jit
-def in_halves(x, w, sums):
-    """x · w, begun, as two products that follow each other."""
-    HALF: gl.constexpr = COLUMNS // 2
-    sums = warpgroup_mma(x.slice(0, HALF, dim=1), w.slice(0, HALF), sums, use_acc=False, is_async=True)
-    return warpgroup_mma(x.slice(HALF, HALF, dim=1), w.slice(HALF, HALF), sums, is_async=True)
-
-
-@gluon.jit
-def pass_turn(turn, given):
-    """The other warpgroup may begin its products, of which the first half of this one's has ended: it takes about as
-    long to begin as the second half takes. Gives `given`."""
-    given = warpgroup_mma_wait(1, deps=[given])
-    mbarrier.arrive(turn, count=1)
-    return given
 
 
 @gluon.jit

@@ -35,8 +35,6 @@ FEW = (16, 32)  # tokens that are copied, where there are no more
 # Whether two weights share a launch (`scripts/tune_fp8.py` on an H200: 1024 and 512 rows of 4,096 columns, 16 tokens 22
 # µs apart and 15 together; 2048 and 2048 25 and 16).
 PAIRED = True
-# Whether the warpgroups of large tiles begin their products in turns: not timed yet (`scripts/tune_fp8.py`).
-TURNS = False
 
 
 class Tile(NamedTuple):
@@ -227,8 +225,7 @@ def product(
     ys = [described(y, 64, tile.rows) for y in ((out,) if out1 is None else (out, out1))]
     hopper.product[(min(triton.cdiv(N, tile.tokens) * blocks, processors(device)),)](
         x, xs, ws[0], ws[-1], ys[0], ys[-1], scale, scale1, N, h.O, O1, K,
-        tile.split, group, *tile.stages(out.dtype, K // BLOCK), fp4, tile.tokens, TURNS and not tile.split,
-        num_warps=4, maxnreg=168,
+        tile.split, group, *tile.stages(out.dtype, K // BLOCK), fp4, tile.tokens, num_warps=4, maxnreg=168,
         launch_pdl=dependent_launch(device),
     )  # fmt: skip
 

@@ -53,7 +53,6 @@ def test_products_are_those_of_the_rounded_numbers(N, O, K, tile, programs, stag
     x, w = randn(N, K, seed=3).cpu().bfloat16(), packed(O, K, seed % 2 == 0)
     given, out = codes_of(x), torch.full((N, O), float("nan"), dtype=(torch.bfloat16, torch.float32)[seed % 3 == 1])
     on_cpu(monkeypatch, seed, programs, stages, each)
-    monkeypatch.setattr(triton_fp8, "TURNS", seed % 4 > 1)
     triton_fp8.product(*given, hold("linear", w), out, tile)
     rounded, wide = simulate_fp8_blocks(x, 128).double(), to_float(w).double().t()
     right, size = rounded @ wide, rounded.abs() @ wide.abs()
