@@ -6,8 +6,8 @@
     python -m scripts.kernel_table --short --into README.md   # other people's kernels alone, in fewer words
     python -m scripts.kernel_table --register           # adds entries of new reports to audits/index.json
 
-A report of an audit is a row; reports of benchmarks give the last column: time of ours over the kernel's, with its 95 %
-interval, of the first and the last row that both have a time in.
+The newest audit of a kernel is a row; reports of benchmarks give the last column: time of ours over the kernel's, with
+its 95 % interval, of the first and the last row that both have a time in.
 """
 
 import argparse
@@ -125,11 +125,15 @@ def row_of(report: dict, about: dict, speed: dict) -> tuple[str, ...]:
 def table(reports: list[dict]) -> str:
     """One table of audits and benchmarks, ours before the others of each operation."""
     benches, about = [r for r in reports if "rows" in r], about_kernels()
-    audits = sorted(
-        (r for r in reports if "clauses" in r), key=lambda r: (r["operation"], r["kernel"] != OURS, r["kernel"])
-    )
+    audits = sorted(newest(reports), key=lambda r: (r["operation"], r["kernel"] != OURS, r["kernel"]))
     speed = speeds(benches)
     return lined(COLUMNS, (row_of(r, about, speed) for r in audits))
+
+
+def newest(reports: list[dict]) -> list[dict]:
+    """The last audit of each kernel, whatever its device."""
+    audits = sorted((r for r in reports if "clauses" in r), key=lambda r: r["about"]["date"])
+    return list({(r["operation"], r["kernel"]): r for r in audits}.values())
 
 
 def lined(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -166,7 +170,7 @@ def short_row(report: dict, about: dict, speed: dict) -> tuple[str, ...]:
 
 def short_table(reports: list[dict]) -> str:
     """One line a published kernel: how many of the clauses that were asked it holds, and which cases it does not."""
-    audits = [r for r in reports if "clauses" in r and r["kernel"] != OURS]
+    audits = [r for r in newest(reports) if r["kernel"] != OURS]
     audits.sort(key=lambda r: (r["operation"], r["kernel"]))
     about, speed = about_kernels(), speeds([r for r in reports if "rows" in r])
     return lined(SHORT, (short_row(r, about, speed) for r in audits))

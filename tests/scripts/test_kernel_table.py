@@ -156,3 +156,12 @@ def test_findings_that_a_benchmark_needs_are_not_thinned():
     _, report = audited("rms_norm", "torch", CHECKS + late)
     kept = kernel_table.thinned(report)["checks"]
     assert sum(c["part"] == "capture" for c in kept) == 20 and sum(c["part"] == "poison" for c in kept) == 12
+
+
+def test_the_newest_audit_of_a_kernel_is_its_row():
+    _, old = audited("rms_norm", "torch", CHECKS)
+    new = json.loads(json.dumps(old))
+    old["about"]["date"], new["about"]["date"], new["verdict"] = "2026-11-26T10:00:00Z", "2026-11-29T06:00:00Z", "FAIL"
+    for reports in ([old, new], [new, old]):
+        assert [r["verdict"] for r in kernel_table.newest(reports)] == ["FAIL"]
+        assert kernel_table.table(reports).count("`rms_norm`") == 1
