@@ -24,7 +24,8 @@ SPREADS = (6, 24)  # exp(entropy) at the temperatures that are asked: no fixed o
 REACHED = 0.6  # the kept tokens of top-p have at least this probability
 OF_TEXTS = (200, 0.9)  # spread and such a probability: two seeds then do not write one text by chance
 OF_DRAFTS = (6, 0.9)  # kept tokens of very different probabilities
-DRAWS, ROWS, PIECE = 2000, 128, 500  # of a setting; requests of a batch; rows of one call
+DRAWS, ALONE = 2000, 100  # of a setting; of these as `generate` makes them, one by one
+ROWS, PIECE = 128, 500  # requests of a batch; rows of one call
 ALPHA = 1e-6  # probability that a sound decoder fails one check, over seeds
 CELLS = 12
 ALMOST = 1e-5  # of probability: what fp32 sums over a vocabulary may err by
@@ -166,13 +167,20 @@ def distributed(drawn: torch.Tensor, s: Setting, wanted: torch.Tensor, where: st
 
 
 def plainly(logits: torch.Tensor, s: Setting, seed: int, effort: float) -> Iterator[Check]:
-    """As `generate` draws: one generator, one draw after another."""
-    g, sampling = torch.Generator().manual_seed(seed), s.sampling(seed)
-    drawn = torch.tensor([steppers.sample(logits, sampling, g) for _ in range(math.ceil(DRAWS * effort))])
-    yield from distributed(drawn, s, s.wanted, f"plain decoding, {s.label}", s.part)
+    """As `generate` draws: with one generator. Its first draws are made one after another, and all of them at once."""
+    sampling, n, where = s.sampling(seed), math.ceil(DRAWS * effort), f"plain decoding, {s.label}"
+    g, again = (torch.Generator().manual_seed(seed) for _ in range(2))
+    u = torch.stack([torch.rand((), dtype=torch.float64, generator=g) for _ in range(n)]).to(logits.device)
+    many = lambda u: rules.draw(rules.weights(logits.expand(len(u), -1), sampling), u)
+    drawn = torch.cat([many(part) for part in u.split(PIECE)]).cpu()
+    alone = torch.tensor([steppers.sample(logits, sampling, again) for _ in range(min(ALONE, n))])
+    off = int((alone != drawn[: len(alone)]).sum())
+    name, about = "draws of one token that are not those of many", dict(where=where, part=s.part)
+    yield compare(name, off, "==", 0, "same numbers", len(alone), **about)
+    yield from distributed(drawn, s, s.wanted, where, s.part)
     if s.crossing is None:
         return
-    name, about = "draws of the token that crosses top_p", dict(where=f"plain decoding, {s.label}", part="top-p")
+    name, about = "draws of the token that crosses top_p", dict(where=where, part="top-p")
     missed = (1 - s.wanted[s.crossing].item()) ** len(drawn)
     if missed > ALPHA:
         yield vacuous(name, f"a right decoder would draw it never with probability {missed:.2g}", **about)
