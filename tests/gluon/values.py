@@ -1,6 +1,7 @@
 """Values of an emulated kernel: scalars and blocks, with the operators and the mixing of dtypes of the language."""
 
 import operator
+from functools import cache
 
 import torch
 import triton.language as tl
@@ -62,7 +63,8 @@ class Tensor:
         raise UnknownName(f"the emulator does not know tensor.{name}")
 
     def __repr__(self) -> str:
-        return f"Tensor({self.data}, {self.dtype})"
+        """Messages are made whether or not something is wrong: numbers of a block would take long."""
+        return f"Tensor({self.shape if self.rank else self.data.item()}, {self.dtype})"
 
     def to(self, dtype, fp_downcast_rounding=None, bitcast=False) -> "Tensor":
         refuse(fp_downcast_rounding not in (None, "rtne"), f"rounding {fp_downcast_rounding}")
@@ -133,7 +135,9 @@ def recast(x: Tensor, dtype, bits: bool = False) -> Tensor:
 
 
 def _typed(x, dtype) -> Tensor:
-    return recast(x, dtype) if isinstance(x, Tensor) else Tensor(number_data(x, dtype), dtype)
+    if not isinstance(x, Tensor):
+        return Tensor(number_data(x, dtype), dtype)
+    return x if x.dtype == dtype else recast(x, dtype)
 
 
 def _kind(x):
@@ -142,12 +146,17 @@ def _kind(x):
 
 def mixed(a, b, divides: bool = False) -> tuple[Tensor, Tensor]:
     """Both in the dtype of an operation on them."""
-    if _kind(a) == _kind(b) and _kind(a).is_ptr():
+    kinds = _kind(a), _kind(b)
+    if kinds[0] == kinds[1] and kinds[0].is_ptr():
         return a, b
-    refuse(_kind(a).is_ptr() or _kind(b).is_ptr(), f"pointers mixed: {_kind(a)} and {_kind(b)}")
-    numbers = isinstance(a, NUMBERS), isinstance(b, NUMBERS)
-    dtype = RULES.computation_type_impl(_kind(a), numbers[0], _kind(b), numbers[1], divides)
+    dtype = _common(kinds[0], isinstance(a, NUMBERS), kinds[1], isinstance(b, NUMBERS), divides)
     return _typed(a, dtype), _typed(b, dtype)
+
+
+@cache
+def _common(a, a_is_number: bool, b, b_is_number: bool, divides: bool):
+    refuse(a.is_ptr() or b.is_ptr(), f"pointers mixed: {a} and {b}")
+    return RULES.computation_type_impl(a, a_is_number, b, b_is_number, divides)
 
 
 def joint_layout(*tensors: Tensor):
@@ -159,8 +168,9 @@ def binary(name: str, a, b) -> Tensor:
     for x in (a, b):
         if not isinstance(x, (Tensor, *NUMBERS)):
             raise EmulationError(f"{name} of a tensor and {x!r}")
-    ranks = {to_tensor(x).rank for x in (a, b)} - {0}
-    refuse(len(ranks) > 1, f"{name} of blocks of ranks {sorted(ranks)}")
+    ranks = {x.rank for x in (a, b) if isinstance(x, Tensor)} - {0}
+    if len(ranks) > 1:
+        raise EmulationError(f"{name} of blocks of ranks {sorted(ranks)}")
     if name in COMPARISONS:
         a, b = mixed(a, b)
         x, y = a.data, b.data

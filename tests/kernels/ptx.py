@@ -34,12 +34,10 @@ def halves(function, *registers):
 
 def permute(a, b, selector):
     """prmt.b32: byte i of the result is byte (selector nibble i) of a and b, or its sign eight times."""
-    a, b, selector = np.broadcast_arrays(a, b, selector)
-    source = np.stack([(r >> U32(8 * i)) & U32(0xFF) for r in (a, b) for i in range(4)])
-    out = U32(0)
+    both, out = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32), U32(0)
     for i in range(4):
         nibble = (selector >> U32(4 * i)) & U32(15)
-        byte = np.take_along_axis(source, (nibble & U32(7)).astype(np.int64)[None], 0)[0]
+        byte = (both >> (nibble & U32(7)).astype(np.uint64) * np.uint64(8)).astype(U32) & U32(0xFF)
         out = out | (np.where(nibble & U32(8), (byte >> U32(7)) * U32(0xFF), byte) << U32(8 * i))
     return out
 

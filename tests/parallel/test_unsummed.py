@@ -25,7 +25,7 @@ CALLS = [
     (16, 64, torch.bfloat16),
     (17, 64, torch.bfloat16),
     (3, 32, torch.bfloat16),
-] * 2
+]
 FORMS = "numbers", "experts by width", "experts by expert", "routed experts alone"
 
 
