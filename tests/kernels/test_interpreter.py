@@ -39,13 +39,15 @@ def mixed(X, N, F, I, B, n, S: tl.constexpr):
     if p == 1:
         product = tl.where(product > 0, product, -product)
     for k in range(3):
-        product += tl.sum(x, 1)[:, None] * k - tl.max(product, 0)[None, :]
+        product += 3 - tl.sum(x, 1)[:, None] * k - tl.max(product, 0)[None, :]
+    product = tl.where(i < 0, float("nan") - product, 0.5 * product)
     tl.store(F + p * S * S + i * S + j, product)
     whole = tl.load(N + tl.arange(0, S))
     for k in tl.static_range(2):
         whole = whole * 1103515245 + 12345 + k + tl.cumsum(whole, 0) - (whole >> 3) // 7
     tl.store(I + p * S + tl.arange(0, S), (whole ^ (whole.to(tl.uint8) % 9).to(tl.int32)) + tl.program_id(0))
-    tl.store(B + p * S + tl.arange(0, S), tl.sum(x, 1).to(tl.bfloat16))
+    half = tl.sum(x, 1).to(tl.bfloat16)
+    tl.store(B + p * S + tl.arange(0, S), half / (half * half) + half)
 
 
 def run():

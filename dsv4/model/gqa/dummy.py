@@ -6,6 +6,8 @@ nothing anyway.
 """
 
 from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 
 import torch
 
@@ -43,10 +45,11 @@ def planned(
         return GQAModel(config, numerics, backend, lambda leaf: storage, kernels, ranks)
 
 
-def tensors_of_geometry(name: str, layers: int | None = None) -> dict[str, tuple[str, tuple[int, ...]]]:
+@cache
+def tensors_of_geometry(name: str, layers: int | None = None) -> Mapping[str, tuple[str, tuple[int, ...]]]:
     """Name → (dtype as in safetensors, shape) of the weights of the first `layers` layers of a geometry (None: all), as
     `dsv4.model.dummy.load_dummy` makes them in native numerics."""
-    return tensors_held(planned(config_of(name, layers), numerics_named("native"), "reference"))
+    return MappingProxyType(tensors_held(planned(config_of(name, layers), numerics_named("native"), "reference")))
 
 
 def tensors_held(model: GQAModel) -> dict[str, tuple[str, tuple[int, ...]]]:
