@@ -28,12 +28,17 @@ def lighten() -> None:
     of(interpreter, "_patch_attr")
     interpreter._patch_attr = _patch_attr
     interpreter._validate_np_data_size = _sizes(of(interpreter, "_validate_np_data_size"))
+    interpreter.TensorHandle.__init__ = _handles(of(interpreter.TensorHandle, "__init__"))
     tl.block_type.__init__ = _block_types(of(tl.block_type, "__init__"))
     tl.tensor.__init__ = _tensors(of(tl.tensor, "__init__"))
     for name in ("is_int", "is_int_signed", "is_int_unsigned", "is_floating"):
         setattr(tl.dtype, name, _kinds(of(tl.dtype, name)))
-    name = "binary_op_type_checking_impl"
-    setattr(TritonSemantic, name, _operands(of(TritonSemantic, name)))
+    for name, light in {
+        "binary_op_type_checking_impl": _operands,
+        "broadcast_impl_value": _broadcast,
+        "cast": _casts,
+    }.items():
+        setattr(TritonSemantic, name, light(of(TritonSemantic, name)))
 
 
 def _numpy_types(plain):
@@ -60,6 +65,17 @@ def _sizes(plain):
     return fits
 
 
+def _handles(plain):
+    """TensorHandle.__init__, which asks three functions whether its numbers are as wide as its type."""
+
+    def made(self, data, dtype, attr=None):
+        if not interpreter._validate_np_data_size(data, dtype):
+            plain(self, data, dtype)
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    return made
+
+
 def _kinds(plain):
     """What a dtype is, which is looked for in lists that are joined for each question: the same for each name."""
     known = {}
@@ -76,12 +92,12 @@ def _operands(plain):
     """binary_op_type_checking_impl, which compares types and shapes, and fills a block with each number beside one: two
     of one dtype and shape stay as they are, and a number fills one block for each dtype and shape."""
     filled, most = {}, 4096
-    halves = tl.float16, tl.bfloat16
+    halves = tl.float16.name, tl.bfloat16.name
 
     def given(number, block, allowed: tuple):
         """What the number is filled into beside this block, if it is known."""
         sizes = tuple(block.type.shape.values) if block.type.is_block() else ()
-        key = block.dtype, sizes, type(number), number, allowed
+        key = block.dtype.name, sizes, type(number), number, allowed
         return key, filled.get(key)
 
     def made(self, lhs, rhs, *allowed, **more):
@@ -90,7 +106,7 @@ def _operands(plain):
             return plain(self, lhs, rhs, *allowed, **more)
         if kinds == (tl.tensor, tl.tensor):
             same = lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
-            if same and not lhs.dtype.is_ptr() and lhs.dtype not in halves:  # halves are divided in fp32
+            if same and not lhs.dtype.is_ptr() and lhs.dtype.name not in halves:  # halves are divided in fp32
                 return lhs, rhs
             return plain(self, lhs, rhs, *allowed)
         number, both = int(kinds[1] in (int, float)), (lhs, rhs)
@@ -107,6 +123,38 @@ def _operands(plain):
                 filled.clear()
             filled[key] = both[number]
         return both
+
+    return made
+
+
+def _broadcast(plain):
+    """broadcast_impl_value, which compares two shapes number by number: the same for each two shapes."""
+    known = {}
+
+    def joint(a: tuple, b: tuple) -> list[int] | None:
+        fits = len(a) == len(b) and all(m == n or 1 in (m, n) for m, n in zip(a, b))
+        return [max(m, n) for m, n in zip(a, b)] if fits else None
+
+    def made(self, lhs, rhs):
+        if not (lhs.type.is_block() and rhs.type.is_block()):
+            return plain(self, lhs, rhs)
+        sizes = tuple(lhs.type.shape.values), tuple(rhs.type.shape.values)
+        if sizes not in known:
+            known[sizes] = joint(*sizes)
+        shape = known[sizes]
+        if shape is None:
+            return plain(self, lhs, rhs)
+        spread = lambda x: self.tensor(self.builder.create_broadcast(x.handle, shape), tl.block_type(x.dtype, shape))
+        return tuple(x if list(own) == shape else spread(x) for x, own in zip((lhs, rhs), sizes))
+
+    return made
+
+
+def _casts(plain):
+    """cast, which compares the types even if they are one."""
+
+    def made(self, x, dst_ty, *rounding, **more):
+        return x if x.dtype is dst_ty.scalar else plain(self, x, dst_ty, *rounding, **more)
 
     return made
 
