@@ -32,6 +32,8 @@ COMPILED = frozenset("cpp cuda cutlass cudnn cublas cuda_cpp".split())
 SOL_ALONE = frozenset("pytorch cute_dsl cudnn_frontend cudnn cublas cuda_cpp".split())
 SOL_HARDWARE = frozenset({"B200", "LOCAL"})
 
+folder_of_process: str | None = None  # where a worker's files are, which its parent removes: it is killed at its end
+
 
 @dataclass(frozen=True, eq=False)
 class Solution:
@@ -225,7 +227,7 @@ def _listed(returned, names: list[str]) -> list[torch.Tensor]:
 def _function(found: Solution, path) -> Callable:
     """The entry point, from sources in a folder that lives as long as the process."""
     file, name = _entry(found.document)
-    folder = Path(tempfile.mkdtemp(prefix="dsv4-solution-"))
+    folder = Path(tempfile.mkdtemp(prefix="dsv4-solution-", dir=folder_of_process))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     package = "solution_" + hashlib.sha256(json.dumps(found.document).encode()).hexdigest()[:16]
     for source in found.document["sources"]:

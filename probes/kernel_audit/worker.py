@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -32,17 +33,19 @@ def unpacked(data: bytes):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def serve(connection, spec: SubjectSpec, threads: int) -> None:
+def serve(connection, spec: SubjectSpec, threads: int, folder: str) -> None:
     """Body of the process: (function, arguments) → ('ok', result) or ('failed' | 'refused' | 'lost', message). It ends
     behind 'lost': the device answers nothing more in this process. It ends without a word where the parent has gone, as
-    it has after Ctrl-C."""
+    it has after Ctrl-C. folder: for files, which the parent removes."""
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        _answer_all(connection, spec, threads)
+        _answer_all(connection, spec, threads, folder)
 
 
-def _answer_all(connection, spec: SubjectSpec, threads: int) -> None:
+def _answer_all(connection, spec: SubjectSpec, threads: int, folder: str) -> None:
+    from dsv4.probes.kernel_audit import solutions
     from dsv4.probes.kernel_audit.harness import Harness
 
+    solutions.folder_of_process = folder
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)  # a subject's prints are not the report
@@ -136,6 +139,7 @@ class Worker:
         self.spec, self.limit, self.threads = spec, limit, threads
         self.deaths, self.asked = 0, 0
         self.process: multiprocessing.process.BaseProcess | None = None
+        self.folder: TemporaryDirectory | None = None
 
     def __enter__(self):
         return self
@@ -147,7 +151,8 @@ class Worker:
         """Raises SubjectFailed where the kernel cannot be loaded."""
         context = _ready(self.spec.device == "cpu")
         self.connection, other = context.Pipe()
-        process = context.Process(target=serve, args=(other, self.spec, self.threads), daemon=True)
+        self.folder = TemporaryDirectory(prefix="dsv4-subject-", ignore_cleanup_errors=True)
+        process = context.Process(target=serve, args=(other, self.spec, self.threads, self.folder.name), daemon=True)
         with _starting, _main_hidden():
             process.start()
         self.process = process
@@ -186,6 +191,7 @@ class Worker:
     def _died(self):
         self.process.join(5)
         code = self.process.exitcode
+        self.folder.cleanup()
         self.process, self.deaths = None, self.deaths + 1
         name = signal.Signals(-code).name if code and code < 0 else f"exit code {code}"
         raise SubjectDied(f"its process ended with {name}")
@@ -195,4 +201,5 @@ class Worker:
         if self.process is not None:
             self.process.kill()
             self.process.join(5)
+            self.folder.cleanup()
             self.process, self.asked = None, 0

@@ -51,10 +51,11 @@ def test_the_process_of_a_lost_device_is_ended_and_another_answers_the_next_ques
     answers = [("lost", gone)] if gone else [("failed", "RuntimeError: too narrow")]
     subject, ended = worker.Worker(SubjectSpec("rms_norm", "honest")), []
     subject.process = SimpleNamespace(kill=lambda: ended.append("killed"), join=lambda _: None)
+    subject.folder = SimpleNamespace(cleanup=lambda: ended.append("its files removed"))
     subject.connection = SimpleNamespace(poll=lambda _: True, recv_bytes=lambda: worker.packed(answers.pop()))
     with pytest.raises(error):
         subject._answer(1)
-    assert (subject.process is None, subject.deaths, len(ended)) == ((True, 1, 1) if gone else (False, 0, 0))
+    assert (subject.process is None, subject.deaths, len(ended)) == ((True, 1, 2) if gone else (False, 0, 0))
 
 
 def test_each_thread_of_the_state_clause_calls_the_kernel(monkeypatch):

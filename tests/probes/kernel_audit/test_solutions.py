@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 from shutil import which
 
 import pytest
@@ -244,11 +245,14 @@ def test_a_solution_returns_what_a_contract_writes_in_place(solution):
     assert torch.equal(placed[0], one.case.arguments[0])
 
 
-def test_a_solution_is_audited(solution):
-    path = solution(WRITES, language="python")
+def test_a_solution_is_audited_and_its_files_are_removed(solution, tmp_path):
+    note = f"\nfrom pathlib import Path\nPath({str(tmp_path / 'note')!r}).write_text(__file__)\n"
+    path = solution(WRITES + note, language="python")
     spec = SubjectSpec("rms_norm", path)
     found = audit_kernel(spec, only=("gate",), dtypes=(torch.bfloat16,), takes=takes(path))
     assert found.verdict == "PASS, limited" and found.findings == [] and found.skipped
+    source = Path((tmp_path / "note").read_text())
+    assert source.suffix == ".py" and not source.parent.parent.exists()
     wrong = solution(WRITES.replace("+ eps", "+ 2 * eps"), language="python")
     found = audit_kernel(SubjectSpec("rms_norm", wrong), only=("gate",), dtypes=(torch.bfloat16,), takes=takes(wrong))
     assert found.verdict == "FAIL" and any("where eps decides" in check.where for check in found.findings)

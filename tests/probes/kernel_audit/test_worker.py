@@ -104,7 +104,7 @@ def test_a_process_whose_parent_has_gone_ends_without_a_word():
         "from multiprocessing import Pipe\n"
         "from dsv4.probes.kernel_audit.subject import SubjectSpec\n"
         "from dsv4.probes.kernel_audit.worker import serve\n"
-        "kept, gone = Pipe()\ngone.close()\nserve(kept, SubjectSpec('rms_norm', 'reference'), 1)"
+        "kept, gone = Pipe()\ngone.close()\nserve(kept, SubjectSpec('rms_norm', 'reference'), 1, '.')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
