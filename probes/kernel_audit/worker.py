@@ -139,7 +139,7 @@ class Worker:
         self.spec, self.limit, self.threads = spec, limit, threads
         self.deaths, self.asked = 0, 0
         self.process: multiprocessing.process.BaseProcess | None = None
-        self.folder: TemporaryDirectory | None = None
+        self.folder: TemporaryDirectory  # of the process
 
     def __enter__(self):
         return self
