@@ -131,13 +131,13 @@ def to_tensor(x) -> Tensor:
 
 def recast(x: Tensor, dtype, bits: bool = False) -> Tensor:
     x = to_tensor(x)
+    if x.dtype == dtype:
+        return x
     return Tensor((bitcast if bits else cast)(x.data, x.dtype, dtype), dtype, x.layout)
 
 
 def _typed(x, dtype) -> Tensor:
-    if not isinstance(x, Tensor):
-        return Tensor(number_data(x, dtype), dtype)
-    return x if x.dtype == dtype else recast(x, dtype)
+    return recast(x, dtype) if isinstance(x, Tensor) else Tensor(number_data(x, dtype), dtype)
 
 
 def _kind(x):
@@ -169,8 +169,7 @@ def binary(name: str, a, b) -> Tensor:
         if not isinstance(x, (Tensor, *NUMBERS)):
             raise EmulationError(f"{name} of a tensor and {x!r}")
     ranks = {x.rank for x in (a, b) if isinstance(x, Tensor)} - {0}
-    if len(ranks) > 1:
-        raise EmulationError(f"{name} of blocks of ranks {sorted(ranks)}")
+    refuse(len(ranks) > 1, f"{name} of blocks of ranks {sorted(ranks)}")
     if name in COMPARISONS:
         a, b = mixed(a, b)
         x, y = a.data, b.data
