@@ -21,8 +21,8 @@ def stopped_by_signals():
     numbers = [signal.SIGINT, *(getattr(signal, name) for name in ASKED_TO_END if hasattr(signal, name))]
 
     def stop(number, frame):
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
+        for each in numbers:  # not SIG_IGN, of which Python complains where two signals came at once
+            signal.signal(each, lambda *_: None)
         raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
 
     before = {number: signal.getsignal(number) for number in numbers}

@@ -144,9 +144,11 @@ def selftest_audit(
     it could not run."""
     from rich.progress import Progress
 
+    from dsv4.loaders.stopping import stopped_by_signals
     from dsv4.probes.selftest import detection
 
-    with Progress(console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
+    shown = Progress(console=errors, transient=True, redirect_stdout=False, redirect_stderr=False)
+    with stopped_by_signals(), shown as bar:
         task = bar.add_task("planting")
 
         def done(result, of):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, ordered, outcome, rebuilt, tensors
+from dsv4.kernels.honest import OrderedSums
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
 NARROW, WIDE, ROUNDED = 4.0, 16.0, 2.0**-12  # factors, and the d₀ from which a rounding to 16 bits decides
@@ -233,7 +234,8 @@ def truth_of(contract: Contract, case: Case, accuracy: str) -> Truth:
     own = lambda: rebuilt(case.arguments, torch.clone)
     exact = listed(contract.exact(*own()))
     arguments = own()
-    found = outcome(contract, contract.classes[accuracy](*arguments), arguments)
+    with OrderedSums():
+        found = outcome(contract, contract.classes[accuracy](*arguments), arguments)
     honest = tuple(_typed(t, o) for t, o in zip(found, contract.outputs, strict=True))
     return Truth(contract, case, accuracy, exact, honest)
 

@@ -130,7 +130,8 @@ class Clean:
 def look(mutation: Mutation, bench: Bench) -> Outcome:
     """Plant, open, probe, undo. No crash that the fault causes leaves this function."""
     begun, before = time.monotonic(), state()
-    with tempfile.TemporaryDirectory(prefix="dsv4-selftest-") as folder:
+    # a process that is killed leaves it to the one that made the profiles
+    with tempfile.TemporaryDirectory(prefix="dsv4-selftest-", dir=bench.profiles) as folder:
         profile = bench.profiles / mutation.profile
         site = Site(Path(shutil.copytree(profile, Path(folder) / mutation.profile)))
         if mutation in mutations.catalogue():  # a new process finds it by name

@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.kernels.contract import Contract, outcome, rebuilt, tensors
 from dsv4.kernels.contracts import contracts
@@ -13,6 +14,7 @@ from dsv4.kernels.dispatch import DispatchLedger, bind
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.fusions import COMPOSITIONS
 from dsv4.kernels.grouped_attention.exact import sizes
+from dsv4.kernels.honest import ORDERED
 from dsv4.kernels.operations import GQA_OPERATIONS, OPERATIONS
 from dsv4.kernels.quantize import WeightFormat
 from dsv4.kernels.widths import FLASH, LLAMA, SMALL, Widths
@@ -102,6 +104,32 @@ def test_honest_kernels_are_within_the_limits_of_every_case(name, dtype):
                 call = lambda *a, function=function, n=len(arguments): function(*a[:n])
                 judgement = truth.judge(results(contract, call, truth.case))
                 assert judgement.ratio <= 1, (who, truth.case.family, truth.case.label, judgement)
+
+
+class FromTheEnd(TorchDispatchMode):
+    """Products and sums in fp32 in one sum, from the last term to the first."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ordered = ORDERED.get(func.overloadpacket)
+        if ordered is None or args[0].dtype is not torch.float32:
+            return func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.sum, torch.ops.aten.mean):
+            axes = args[1] if len(args) > 1 and args[1] is not None else list(range(args[0].ndim))
+            return ordered(args[0].flip(axes), *args[1:], **(kwargs or {}))
+        *added, a, b = args
+        return ordered(*added, a.flip(-1), b.flip(-2), **(kwargs or {}))
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", [name for name, c in ALL.items() if torch.float32 in c.dtypes])
+def test_no_order_of_sums_is_refused(name):
+    contract = ALL[name]
+    honest = contract.classes[contract.default(torch.float32)]
+    for truth in truths(name, torch.float32):
+        with FromTheEnd():
+            found = results(contract, honest, truth.case)
+        judgement = truth.judge(found)
+        assert judgement.ratio <= 1, (truth.case.family, truth.case.label, judgement)
 
 
 @pytest.mark.every

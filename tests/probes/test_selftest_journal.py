@@ -1,6 +1,11 @@
 """A self-test that was cut off goes on where it stopped, and only where it is the same self-test."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -65,3 +70,27 @@ def test_a_journal_of_another_commit_is_refused(tmp_path, quick):
         SelftestJournal(tmp_path / "journal", WHAT | {"commit": "abd"})
     with pytest.raises(InputError, match="journal of another run"):
         run(tmp_path / "journal")
+
+
+@pytest.mark.parametrize("signals,code", [((signal.SIGINT, signal.SIGINT), 130), ((signal.SIGTERM,), 143)])
+def test_a_self_test_that_is_stopped_leaves_its_journal_and_nothing_else(tmp_path, signals, code):
+    """Ctrl-C twice at once, or a request to end. Processes that import everything: 8 s."""
+    folder, journal, said = tmp_path / "temporary", tmp_path / "journal", tmp_path / "said"
+    folder.mkdir()
+    command = [sys.executable, "-m", "dsv4", "audit", "selftest", "--jobs", "2", "--section", "1.1"]
+    with said.open("w") as stream:
+        process = subprocess.Popen(
+            [*command, "--journal", str(journal)],
+            stdout=stream,
+            stderr=stream,
+            env=os.environ | {"TMPDIR": str(folder)},
+        )
+    deadline = time.monotonic() + 120
+    while " of " not in said.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for number in signals:
+        process.send_signal(number)
+    assert process.wait(60) == code, said.read_text()
+    assert "Traceback" not in said.read_text()
+    assert '"done"' in journal.read_text()
+    assert list(folder.iterdir()) == []
