@@ -18,7 +18,7 @@ from dsv4.errors import InputError
 SHAPES = ("small", "flash", "pro")
 CLAUSE_NAMES = (
     *("gate", "poison", "written", "guard", "inputs", "layout", "empty", "batch", "repeats", "state", "calls"),
-    *("streams", "capture", "addresses", "processors", "sanitizer", "integrity"),
+    *("streams", "capture", "addresses", "processors", "shared", "sanitizer", "integrity"),
 )
 
 kernel_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)

@@ -100,6 +100,7 @@ FAULTS = {
     94: "A cache write touches padding, other rows or the wrong slot.",
     95: "FP8 or FP4 rounding of activations is left out or added.",
     96: "Scales are rounded otherwise than the readers and writers of the format do.",
+    97: "A kernel that the device stops in its midst, for another process, does not wait for what is late then.",
 }
 
 NOT_PLANTED = {

@@ -21,6 +21,7 @@ CLAUSES = {
     "capture": "captured with one problem, replayed with others",
     "addresses": "offsets beyond 2 GiB and 4 GiB",
     "processors": "a part of the device's multiprocessors",
+    "shared": "the device by turns with other processes",
     "sanitizer": "compute-sanitizer: accesses, races in shared memory, barriers",
     "integrity": "clocks, threads, result types and memory of the process",
     "timing": "results of timed replays, time against the physical floor",

@@ -40,8 +40,12 @@ def _disturbed(harness, fresh, templates, first, times: int) -> int:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whether two tensors hold the same bits: bool [] on their device."""
-    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return (a.contiguous().view(view) == b.contiguous().view(view)).all()
+    return (integers(a) == integers(b)).all()
+
+
+def integers(t: torch.Tensor) -> torch.Tensor:
+    """The bits of each number as an integer."""
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def run(scene: Scene) -> Iterator[Check]:

@@ -4,11 +4,13 @@ loads beyond the end whose values are not used. Each is a Triton kernel beside t
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from dsv4.kernels.cache_rows import PackedRows
 from dsv4.probes.kernel_audit.plant import Plant
 
 PATIENCE = 1 << 22  # polls of a program that waits
+WORK = 32  # atomics of some 0.7 µs, one after another
 
 
 @triton.jit
@@ -81,6 +83,35 @@ def waits_for_every_program(honest):
         count, lost = (torch.zeros((), dtype=torch.int32, device=x.device) for _ in range(2))
         meet[(programs,)](count, lost, programs, PATIENCE, num_warps=32)
         return torch.where(lost > 0, float("nan"), honest(x, weight, eps).float()).to(x.dtype)
+
+    return faulty
+
+
+@triton.jit
+def wait_for_a_while(READY, LATE, WORK: tl.constexpr, PATIENCE: tl.constexpr):
+    """Program 0 works and says that it is ready; program 1 waits for it, but for PATIENCE nanoseconds at most."""
+    if tl.program_id(0) == 0:
+        done = 0
+        while done < WORK:
+            done += 1 + tl.atomic_add(READY + 1, 0)
+        tl.atomic_xchg(READY, 1)
+    else:
+        begun = globaltimer()
+        while (tl.atomic_add(READY, 0) == 0) & (globaltimer() - begun < PATIENCE):
+            pass
+        if tl.atomic_add(READY, 0) == 0:
+            tl.store(LATE, 1)
+
+
+def does_not_wait_long(honest):
+    """A half of the result waits for the other by the clock, thirty times as long as that takes alone; where it is
+    not there, the result is NaN."""
+
+    def faulty(x, weight, eps):
+        ready = torch.zeros(2, dtype=torch.int32, device=x.device)
+        late = torch.zeros((), dtype=torch.int32, device=x.device)
+        wait_for_a_while[(2,)](ready, late, WORK, 20_000 * WORK, num_warps=1)
+        return torch.where(late > 0, float("nan"), honest(x, weight, eps).float()).to(x.dtype)
 
     return faulty
 
@@ -190,5 +221,6 @@ PLANTS = (
     Plant("offsets of 32 bits", "sparse_attention", "addresses", 60, offsets_of_32_bits, "cuda"),
     Plant("sums without atomics", "rms_norm", "repeats", 71, sums_without_atomics, "cuda"),
     Plant("every program waits for all others", "rms_norm", "processors", 74, waits_for_every_program, "cuda"),
+    Plant("waits by the clock", "rms_norm", "shared", 97, does_not_wait_long, "cuda"),
     Plant("loads beyond the end", "rms_norm", "sanitizer", 64, loads_beyond_the_end, "cuda"),
 )
