@@ -116,8 +116,9 @@ class Edges(Probe):
         found = subject.operations["topk_entries"](scores, K)
         wrong = 0 if found.shape[-1] == min(K, n) else 1
         for t in range(queries):
-            visible = [e for e in range(n) if scores[0, t, e] > MINUS_INF]
-            best = sorted(visible, key=lambda e: (-scores[0, t, e].item(), e))[:K]
+            row = scores[0, t].tolist()
+            visible = [e for e in range(n) if row[e] > MINUS_INF]
+            best = sorted(visible, key=lambda e: (-row[e], e))[:K]
             picked = [e for e in found[0, t].tolist() if e >= 0]
             wrong += sorted(picked) != sorted(best)
         return compare(

@@ -72,19 +72,22 @@ def test_a_journal_of_another_commit_is_refused(tmp_path, quick):
         run(tmp_path / "journal")
 
 
-@pytest.mark.parametrize("signals,code", [((signal.SIGINT, signal.SIGINT), 130), ((signal.SIGTERM,), 143)])
-def test_a_self_test_that_is_stopped_leaves_its_journal_and_nothing_else(tmp_path, signals, code):
+def heeds():
+    """A shell that starts a job in the background lets it ignore Ctrl-C, and the job's children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(
+    "signals,jobs,code", [((signal.SIGINT, signal.SIGINT), "2", 130), ((signal.SIGTERM,), "1", 143)]
+)
+def test_a_self_test_that_is_stopped_leaves_its_journal_and_nothing_else(tmp_path, signals, jobs, code):
     """Ctrl-C twice at once, or a request to end. Processes that import everything: 8 s."""
     folder, journal, said = tmp_path / "temporary", tmp_path / "journal", tmp_path / "said"
     folder.mkdir()
-    command = [sys.executable, "-m", "dsv4", "audit", "selftest", "--jobs", "2", "--section", "1.1"]
+    command = [sys.executable, "-m", "dsv4", "audit", "selftest", "--jobs", jobs, "--section", "1.1"]
+    given = dict(env=os.environ | {"TMPDIR": str(folder)}, preexec_fn=heeds)
     with said.open("w") as stream:
-        process = subprocess.Popen(
-            [*command, "--journal", str(journal)],
-            stdout=stream,
-            stderr=stream,
-            env=os.environ | {"TMPDIR": str(folder)},
-        )
+        process = subprocess.Popen([*command, "--journal", str(journal)], stdout=stream, stderr=stream, **given)
     deadline = time.monotonic() + 120
     while " of " not in said.read_text() and time.monotonic() < deadline:
         time.sleep(0.1)

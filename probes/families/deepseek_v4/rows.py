@@ -55,7 +55,7 @@ def of_pages(
             )
             if at is None:
                 continue
-            page = torch.tensor([pages[group.name].get(int(p) // group.rows, 0) for p in at], dtype=torch.int64)
+            page = torch.tensor([pages[group.name].get(p // group.rows, 0) for p in at.tolist()], dtype=torch.int64)
             form = packed.get(stream)
             buffer = Buffer(plan.label, stream, tensor, 1, group.rows, form)  # a pool is one run of rows
             rows = page * (PAGE if form else group.rows) + at % group.rows
