@@ -169,6 +169,19 @@ def bits(results: list[torch.Tensor]) -> list[bytes]:
     ]
 
 
+def apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How far results lie apart, [] on their device: the largest difference over the largest number, infinite where one
+    alone is NaN; of whole numbers the share that differs."""
+    if not a.numel():
+        return torch.zeros((), device=a.device)
+    if not a.is_floating_point():
+        return (a != b).float().mean()
+    a, b = a.float(), b.float()
+    same = (a == b) | a.isnan() & b.isnan()
+    far = torch.where(same, 0.0, (a - b).abs()).nan_to_num(float("inf"), float("inf")).amax()
+    return far / b.nan_to_num(0, 0, 0).abs().amax().clamp(min=1e-30)
+
+
 def clocks() -> dict:
     """What measures time and decides what a tensor is; the audit sees that a subject left it alone."""
     found = {"time.perf_counter": time.perf_counter, "time.time": time.time, "torch.allclose": torch.allclose}

@@ -13,7 +13,7 @@ import torch
 
 from dsv4.kernels.contract import ordered, tensors
 from dsv4.kernels.contracts import contract_of
-from dsv4.probes.kernel_audit.harness import placed, plain, raw, results_of, taken
+from dsv4.probes.kernel_audit.harness import apart, placed, plain, raw, results_of, taken
 from dsv4.probes.kernel_audit.subject import SubjectSpec, resolve
 from dsv4.runtime.timing import Clock, capture, count_kernels
 
@@ -69,7 +69,7 @@ class Replays:
         if all(_same_bits(a, b) for a, b in zip(*pair)):
             return
         self.unlike += 1
-        far = max(_distance(a, b) for a, b in zip(*pair))
+        far = max(0.0 if a is None or b is None else apart(a, b).item() for a, b in zip(*pair))
         if len(self.kept) < KEPT or far > self.kept[-1][0]:
             self.kept = sorted([*self.kept, (far, raw(found))], key=lambda k: -k[0])[:KEPT]
 
@@ -155,19 +155,6 @@ def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
-
-
-def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """How far results lie apart: the largest difference over the largest number, infinite where one alone is NaN; of
-    whole numbers the share that differs."""
-    if a is None or b is None or not a.numel():
-        return 0.0
-    if not a.is_floating_point():
-        return (a != b).float().mean().item()
-    a, b = a.float(), b.float()
-    same = (a == b) | a.isnan() & b.isnan()
-    apart = torch.where(same, 0.0, (a - b).abs()).nan_to_num(float("inf"), float("inf")).max().item()
-    return apart / max(b.nan_to_num(0, 0, 0).abs().max().item(), 1e-30)
 
 
 def _empty(clock: Clock) -> float:

@@ -17,8 +17,8 @@ from dataclasses import replace
 import torch
 
 from dsv4.probes.kernel_audit.clauses.layout import asked
-from dsv4.probes.kernel_audit.clauses.repeats import integers
-from dsv4.probes.kernel_audit.harness import raw
+from dsv4.probes.kernel_audit.clauses.repeats import integers, same_bits
+from dsv4.probes.kernel_audit.harness import apart, raw
 from dsv4.probes.kernel_audit.scene import LIMIT, Scene, check, held, not_run
 from dsv4.probes.result import Check
 
@@ -38,14 +38,15 @@ def by_turns(harness, arguments, templates, seconds: float):
     the first, milliseconds of `nap`)."""
     fresh = harness.fresh(arguments)
     first = [t.clone() for t in harness.ordered(harness.call(fresh(), templates))]
-    worst, most = [integers(t) for t in first], torch.zeros((), dtype=torch.float64, device=harness.device)
+    worst, most = [integers(t) for t in first], torch.zeros((), device=harness.device)
     calls, differ, begun = 0, torch.zeros_like(most), time.monotonic()
     while not calls or time.monotonic() - begun < seconds:
         for _ in range(UNDER_WAY):
             found = harness.ordered(harness.call(fresh(), templates))
-            far = torch.stack([distance(a, b) for a, b in zip(found, first)]).amax()
+            far = torch.stack([apart(a, b) for a, b in zip(found, first)]).amax()
+            unlike = ~torch.stack([same_bits(a, b) for a, b in zip(found, first)]).all()
             worst = [torch.where(far > most, integers(a), b) for a, b in zip(found, worst)]
-            most, differ, calls = torch.maximum(most, far), differ + (far > 0), calls + 1
+            most, differ, calls = torch.maximum(most, far), differ + unlike, calls + 1
         if harness.device.type == "cuda":
             torch.cuda.synchronize()
     return calls, int(differ), raw([w.view(t.dtype) for w, t in zip(worst, first)]), nap(harness.device)
@@ -61,14 +62,6 @@ def nap(device: torch.device) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
-
-
-def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """fp64 []: the largest difference of numbers whose bits differ; ∞ where one of them is NaN."""
-    if not a.numel():
-        return torch.zeros((), dtype=torch.float64, device=a.device)
-    far = (a.double() - b.double()).abs().nan_to_num(float("inf"), float("inf")).clamp(min=1e-300)  # −0 is not 0
-    return torch.where(integers(a) != integers(b), far, 0.0).amax()
 
 
 @contextmanager

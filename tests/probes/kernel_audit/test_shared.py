@@ -11,7 +11,8 @@ from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import SMALL
 from dsv4.probes.kernel_audit.acceptance import Judgement
 from dsv4.probes.kernel_audit.clauses import shared
-from dsv4.probes.kernel_audit.harness import Harness
+from dsv4.probes.kernel_audit.clauses.repeats import same_bits
+from dsv4.probes.kernel_audit.harness import Harness, apart
 from dsv4.probes.kernel_audit.scene import Scene
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
@@ -76,12 +77,13 @@ def test_nor_is_one_that_the_processes_left(monkeypatch):
 
 def test_differences_of_numbers_and_of_bits():
     one = torch.tensor([1.0, 2.0])
-    far = lambda *values: shared.distance(torch.tensor(values), one).item()
-    assert far(1.0, 2.0) == 0 and far(1.0, 2.5) == 0.5 and far(float("nan"), 2.0) == float("inf")
-    assert shared.distance(torch.tensor([-0.0]), torch.tensor([0.0])).item() > 0
+    far = lambda *values: apart(torch.tensor(values), one).item()
+    assert far(1.0, 2.0) == 0 and far(1.0, 2.5) == 0.25 and far(float("nan"), 2.0) == float("inf")
+    assert not same_bits(torch.tensor([-0.0]), torch.tensor([0.0]))
     nan = torch.tensor([float("nan")])
-    assert shared.distance(nan, nan.clone()).item() == 0
-    assert shared.distance(torch.tensor([3, 4]), torch.tensor([3, 9])).item() == 5
+    assert apart(nan, nan.clone()).item() == 0 and same_bits(nan, nan.clone())
+    assert apart(torch.tensor([3, 4]), torch.tensor([3, 9])).item() == 0.5
+    assert apart(torch.empty(0), torch.empty(0)).item() == 0
 
 
 def test_results_are_those_that_are_furthest_from_the_first():
