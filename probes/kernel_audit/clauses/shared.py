@@ -26,21 +26,23 @@ PROCESSES = 4  # beside the kernel
 STATEMENT = f"while {PROCESSES} other processes use the device by turns, the result is right"
 SAME = "calls beside them give the same bits, as alone"
 SECONDS, ALONE = 3.0, 0.5  # of calls of one case
-CYCLES = 50_000_000  # of a kernel that waits: some 30 ms
-UNDER_WAY = 64  # calls: a device that waits for the host between two of them is not stopped within one
+UNDER_WAY = 64  # calls before the host waits for the device
 START_LIMIT = 180.0  # seconds until all processes use the device
-LEAST = 1.5  # times as long as alone, from which the device was shared
+LEAST = 10  # stops of a kernel beside the calls, from which the device was shared
 SIZE = 2048  # of the products of the other processes
 
 
 def by_turns(harness, arguments, templates, seconds: float):
     """Calls for so long: (their number, how many differ from the first in a bit, the results that are furthest from
-    the first, milliseconds of `nap`)."""
-    fresh = harness.fresh(arguments)
+    the first, how often a kernel beside them was stopped, milliseconds of each time)."""
+    from dsv4.probes.kernel_audit.stops import Stops  # it imports a compiler
+
+    fresh, stops = harness.fresh(arguments), Stops(harness.device)
     first = [t.clone() for t in harness.ordered(harness.call(fresh(), templates))]
     worst, most = [integers(t) for t in first], torch.zeros((), device=harness.device)
     calls, differ, begun = 0, torch.zeros_like(most), time.monotonic()
     while not calls or time.monotonic() - begun < seconds:
+        stops.watch()
         for _ in range(UNDER_WAY):
             found = harness.ordered(harness.call(fresh(), templates))
             far = torch.stack([apart(a, b) for a, b in zip(found, first)]).amax()
@@ -49,19 +51,7 @@ def by_turns(harness, arguments, templates, seconds: float):
             most, differ, calls = torch.maximum(most, far), differ + unlike, calls + 1
         if harness.device.type == "cuda":
             torch.cuda.synchronize()
-    return calls, int(differ), raw([w.view(t.dtype) for w, t in zip(worst, first)]), nap(harness.device)
-
-
-def nap(device: torch.device) -> float:
-    """Milliseconds that the device takes for one kernel of `CYCLES`, the turns of others in its midst included."""
-    if device.type != "cuda":
-        return 1.0
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    torch.cuda._sleep(CYCLES)
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+    return calls, int(differ), raw([w.view(t.dtype) for w, t in zip(worst, first)]), *stops.read()
 
 
 @contextmanager
@@ -108,15 +98,12 @@ def run(scene: Scene) -> Iterator[Check]:
 def judged(scene: Scene, truth, alone, found) -> Iterator[Check]:
     """Checks of what `by_turns` gave beside other processes; alone: what it gave before. Bits that differ alone too are
     for the clause of repeats."""
-    calls, differ, results, took = found
-    longer = took / alone[-1]
-    if longer < LEAST:
-        yield not_run(
-            "shared", f"a kernel that waits took {longer:.2g} times as long as alone: the device was not shared"
-        )
+    calls, differ, results, stops, each = found
+    stopped = f"a kernel beside them was stopped {stops} times"
+    if stops < LEAST:
+        yield not_run("shared", f"the device was not shared: of {calls} calls, {stopped}")
         return
-    where = scene.label(truth)
-    source = f"{calls} calls; a kernel that waits took {longer:.2g} times as long as alone"
+    where, source = scene.label(truth), f"{calls} calls; {stopped}, for {each:.2g} ms each"
     worst = check("shared", STATEMENT, where, truth.judge(results))
     yield replace(worst, samples=calls, source=f"{LIMIT}; the worst of {source}")
     if not alone[1]:

@@ -27,7 +27,7 @@ def begun(*_):
     yield [ALIVE] * shared.PROCESSES
 
 
-def checks(monkeypatch, plant: str, beside=begun, least: float = 0.0) -> list:
+def checks(monkeypatch, plant: str, beside=begun, least: int = 0) -> list:
     """Of a kernel in host memory, which the clause takes for one on a device."""
     monkeypatch.setattr(shared, "others", beside)
     monkeypatch.setattr(shared, "LEAST", least)
@@ -54,7 +54,7 @@ def test_wrong_results_and_other_bits_beside_other_processes_are_findings():
     truth = SimpleNamespace(judge=lambda results: Judgement(results, "relative L2 of a row"))
     scene = SimpleNamespace(label=lambda truth: "a case")
     found = lambda ratio, differ: [
-        c.status for c in shared.judged(scene, truth, (100, 0, 0, 1.0), (100, differ, ratio, 5.0))
+        c.status for c in shared.judged(scene, truth, (100, 0, 0, 0, 0.0), (100, differ, ratio, 270, 9.0))
     ]
     assert found(0.1, 0) == [Status.PASS, Status.PASS]
     assert found(0.1, 1) == [Status.PASS, Status.FAIL]
@@ -62,8 +62,8 @@ def test_wrong_results_and_other_bits_beside_other_processes_are_findings():
 
 
 def test_a_device_that_was_not_shared_is_no_evidence(monkeypatch):
-    (found,) = checks(monkeypatch, "", least=1e9)
-    assert found.status is Status.VACUOUS and "as long as alone" in found.note
+    (found,) = checks(monkeypatch, "", least=1)
+    assert found.status is Status.VACUOUS and "was stopped 0 times" in found.note
 
 
 def test_nor_is_one_that_the_processes_left(monkeypatch):
@@ -93,7 +93,7 @@ def test_results_are_those_that_are_furthest_from_the_first():
     values = [torch.tensor([1.0, v]).to(torch.float8_e4m3fn) for v in (2.0, 2.0, 7.0, 3.0)]
     harness.call = lambda *_: [values[min(next(calls), 3)]]
     harness.ordered = list
-    count, differ, (worst,), _ = shared.by_turns(harness, (), (), 1e-9)
+    count, differ, (worst,), *_ = shared.by_turns(harness, (), (), 1e-9)
     assert (count, differ) == (shared.UNDER_WAY, shared.UNDER_WAY - 1)
     assert torch.equal(torch.as_tensor(worst).float(), values[2].float())
 
