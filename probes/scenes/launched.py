@@ -27,8 +27,8 @@ PART, CAPPED = "one launch", "one launch, drafts under pressure"
 
 def launched(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     """Two rows; the first begins another page of the pool whose pages fill first, and the windows of both come round to
-    pages that they had before. On the host the other side runs on rings. On a GPU, where kernels of rings sum in
-    another order, it is the rounds that the host launches, on pages that the pools gave out by their own rule."""
+    pages that they had before. The other side runs on rings. Where rounds are captured, kernels of rings sum in another
+    order: there it is the rounds that the host launches, on pages that the pools gave out by their own rule."""
     model = subject.model
     name, group = min(growing(model), key=lambda found: found[1].rows * found[1].tokens)
     span = group.rows * group.tokens
@@ -42,6 +42,7 @@ def launched(subject: Subject, drafts: int, seed: int) -> Iterator[Check]:
     loops = captures(model) and not missing(model.device)
     kind, where = (OneLaunch, "one launch") if loops else (Rounds, "pages taken beforehand")
     there = given(model, reach, drafts) if loops else model.new_cache(2, reach, drafts + 1)
+    there.piece = Allotted.piece  # prompts run in the same pieces: products of other shapes sum in another order
     wanted = rounds(subject, Rounds, there, ids, drafts, Adaptive())
     found = rounds(subject, kind, pages(model, reach, drafts, {}), ids, drafts, Adaptive())
     yield from alike(wanted, found, where)
@@ -66,7 +67,6 @@ def given(model, reach: int, drafts: int) -> PagedView:
     """Two rows with pages for `reach` tokens, each a page of its own: none comes round again."""
     every = {name: 2 * -(-reach // (g.rows * g.tokens)) for name, g in model.page_layout().groups.items()}
     cache = PagedView(new_paged_cache(model, 2, reach, max_rewind=drafts + 1, pages=every, poison=True), 2)
-    cache.piece = Allotted.piece  # prompts run in the same pieces
     for mtp in (False, True):
         cache.show([0, 1], reach, mtp)
     return cache
