@@ -169,6 +169,16 @@ def bits(results: list[torch.Tensor]) -> list[bytes]:
     ]
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors hold the same bits: bool [] on their device."""
+    return (integers(a) == integers(b)).all()
+
+
+def integers(t: torch.Tensor) -> torch.Tensor:
+    """The bits of each number as an integer."""
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
 def apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """How far results lie apart, [] on their device: the largest difference over the largest number, infinite where one
     alone is NaN; of whole numbers the share that differs."""

@@ -13,7 +13,7 @@ import torch
 
 from dsv4.kernels.contract import ordered, tensors
 from dsv4.kernels.contracts import contract_of
-from dsv4.probes.kernel_audit.harness import apart, placed, plain, raw, results_of, taken
+from dsv4.probes.kernel_audit.harness import apart, placed, plain, raw, results_of, same_bits, taken
 from dsv4.probes.kernel_audit.subject import SubjectSpec, resolve
 from dsv4.runtime.timing import Clock, capture, count_kernels
 
@@ -66,7 +66,7 @@ class Replays:
         rules = [o.rule for o in contract_of(self.sets[which].spec.operation).outputs]
         pair = ordered(found, rules), ordered(self.first, rules)
         self.looked += 1
-        if all(_same_bits(a, b) for a, b in zip(*pair)):
+        if all(a is b if a is None or b is None else same_bits(a, b) for a, b in zip(*pair)):
             return
         self.unlike += 1
         far = max(0.0 if a is None or b is None else apart(a, b).item() for a, b in zip(*pair))
@@ -149,12 +149,6 @@ def race(harness, specs: list[SubjectSpec], arguments: tuple, replays: int) -> d
         hot.append([clock.once(replay, cold=False) for _ in range(replays)])
     told = {name: [getattr(w, name) for w in works] for name in ("nodes", "looked", "unlike")}
     return {"cold": cold, "hot": hot, **told, "judged": [w.judged() for w in works], "empty": _empty(clock)}
-
-
-def _same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
 
 
 def _empty(clock: Clock) -> float:

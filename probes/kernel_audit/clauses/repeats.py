@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from dsv4.probes.kernel_audit.clauses.layout import asked
+from dsv4.probes.kernel_audit.harness import same_bits
 from dsv4.probes.kernel_audit.scene import Scene, held
 from dsv4.probes.result import Check
 
@@ -36,16 +37,6 @@ def _disturbed(harness, fresh, templates, first, times: int) -> int:
         differ[i] = torch.stack(unlike).any()
     torch.cuda.synchronize()
     return int(differ.sum())
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors hold the same bits: bool [] on their device."""
-    return (integers(a) == integers(b)).all()
-
-
-def integers(t: torch.Tensor) -> torch.Tensor:
-    """The bits of each number as an integer."""
-    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
 
 
 def run(scene: Scene) -> Iterator[Check]:

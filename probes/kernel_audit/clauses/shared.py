@@ -17,8 +17,7 @@ from dataclasses import replace
 import torch
 
 from dsv4.probes.kernel_audit.clauses.layout import asked
-from dsv4.probes.kernel_audit.clauses.repeats import integers, same_bits
-from dsv4.probes.kernel_audit.harness import apart, raw
+from dsv4.probes.kernel_audit.harness import apart, integers, raw, same_bits
 from dsv4.probes.kernel_audit.scene import LIMIT, Scene, check, held, not_run
 from dsv4.probes.result import Check
 

@@ -11,8 +11,7 @@ from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import SMALL
 from dsv4.probes.kernel_audit.acceptance import Judgement
 from dsv4.probes.kernel_audit.clauses import shared
-from dsv4.probes.kernel_audit.clauses.repeats import same_bits
-from dsv4.probes.kernel_audit.harness import Harness, apart
+from dsv4.probes.kernel_audit.harness import Harness, apart, same_bits
 from dsv4.probes.kernel_audit.scene import Scene
 from dsv4.probes.kernel_audit.subject import SubjectSpec
 from dsv4.probes.kernel_audit.worker import Worker
