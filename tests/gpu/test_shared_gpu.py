@@ -8,6 +8,9 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from dsv4.probes.kernel_audit.clauses import shared
+from dsv4.probes.kernel_audit.stops import Stops
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PROCESSES, CALLS = 6, 100
@@ -39,3 +42,13 @@ def test_attention_in_one_kernel_beside_other_processes():
     with get_context("spawn").Pool(PROCESSES) as pool:
         found = pool.map_async(wrong, ["bf16", "fp8"] * (PROCESSES // 2), 1).get(300)
     assert found == [0] * PROCESSES
+
+
+def test_stops_are_counted_beside_other_processes():
+    """Other tests may use the device too: the first ten are what is compared with."""
+    stops = Stops(torch.device("cuda"))
+    watched = lambda: [stops.watch() for _ in range(10)] and stops.read()
+    before, _ = watched()
+    with shared.others("cuda"):
+        after, each = watched()
+    assert after - before >= max(5, 2 * before) and each > 1
