@@ -98,11 +98,11 @@ def judged(scene: Scene, truth, alone, found) -> Iterator[Check]:
     """Checks of what `by_turns` gave beside other processes; alone: what it gave before. Bits that differ alone too are
     for the clause of repeats."""
     calls, differ, results, stops, each = found
-    stopped = f"a kernel beside them was stopped {stops} times"
+    source = f"{calls} calls; a kernel beside them was stopped {stops} times, for {each:.2g} ms each"
     if stops < LEAST:
-        yield not_run("shared", f"the device was not shared: of {calls} calls, {stopped}")
+        yield not_run("shared", f"the device was not shared: {source}")
         return
-    where, source = scene.label(truth), f"{calls} calls; {stopped}, for {each:.2g} ms each"
+    where = scene.label(truth)
     worst = check("shared", STATEMENT, where, truth.judge(results))
     yield replace(worst, samples=calls, source=f"{LIMIT}; the worst of {source}")
     if not alone[1]:
