@@ -58,10 +58,11 @@ class Harness:
         return self.results(returned, arguments)
 
     def fresh(self, arguments: tuple) -> Callable[[], tuple]:
-        """Placed arguments for each of several calls: the same memory every time, unless a call may write in it."""
-        if self.contract.written or any(a.scratch for a in self.contract.arguments):
-            return lambda: self.place(arguments)
+        """Placed arguments for each of several calls: the same memory every time, unless a call may write in it. They
+        are copied from the device then, so that the host does not wait for it between calls."""
         placed = self.place(arguments)
+        if self.contract.written or any(a.scratch for a in self.contract.arguments):
+            return lambda: self.place(placed)
         return lambda: placed
 
     def prepared(self, arguments: tuple, templates: Templates | tuple = ()) -> Callable[[], list[torch.Tensor]]:

@@ -41,8 +41,8 @@ class Stops:
             self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def watch(self) -> None:
-        """For `WATCH` from now on, or from the end of the last one."""
-        if self.stream:
+        """For `WATCH` from now on, unless it still watches."""
+        if self.stream and self.stream.query():
             with torch.cuda.stream(self.stream):
                 poll[(1,)](self.found, WATCH, STOP, num_warps=1)
 

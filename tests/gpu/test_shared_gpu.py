@@ -3,7 +3,9 @@
 Attention whose splits were partly empty gave up to 27 wrong results of 800 in each of six processes, and none alone.
 """
 
+import time
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,12 +46,20 @@ def test_attention_in_one_kernel_beside_other_processes():
     assert found == [0] * PROCESSES
 
 
+def calls_that_wait(seconds: float = 1.5) -> tuple:
+    """What `by_turns` finds of a call that waits twice for the device, as one that reads lengths does."""
+    x = torch.ones(1 << 16, device="cuda")
+    call = lambda arguments, templates: [x + (x.sum().item() - x.sum().item())]
+    harness = SimpleNamespace(device=x.device, fresh=lambda arguments: lambda: arguments, ordered=list, call=call)
+    return shared.by_turns(harness, (), (), seconds)
+
+
 def test_stops_are_counted_beside_other_processes():
     """Other tests may use the device too: what is counted before is what is compared with."""
 
     def watched() -> tuple[int, float]:
-        stops = Stops(torch.device("cuda"))
-        for _ in range(10):
+        stops, begun = Stops(torch.device("cuda")), time.monotonic()
+        while time.monotonic() - begun < 0.3:
             stops.watch()
         return stops.read()
 
@@ -57,3 +67,12 @@ def test_stops_are_counted_beside_other_processes():
     with shared.others("cuda"):
         beside, each = watched()
     assert beside >= max(5, 2 * before) and each > 1
+
+
+def test_a_kernel_beside_calls_that_wait_for_the_device_is_stopped_too():
+    """Each wait is as long as the turns of the others: 64 calls take a second, and a kernel that watched once in so
+    many calls was stopped too rarely to count."""
+    calls_that_wait(0.1)  # compiled
+    with shared.others("cuda"):
+        calls, differ, _, stops, each = calls_that_wait()
+    assert differ == 0 and stops >= shared.LEAST and each > 1

@@ -41,8 +41,8 @@ def by_turns(harness, arguments, templates, seconds: float):
     worst, most = [integers(t) for t in first], torch.zeros((), device=harness.device)
     calls, differ, begun = 0, torch.zeros_like(most), time.monotonic()
     while not calls or time.monotonic() - begun < seconds:
-        stops.watch()
         for _ in range(UNDER_WAY):
+            stops.watch()
             found = harness.ordered(harness.call(fresh(), templates))
             far = torch.stack([apart(a, b) for a, b in zip(found, first)]).amax()
             unlike = ~torch.stack([same_bits(a, b) for a, b in zip(found, first)]).all()

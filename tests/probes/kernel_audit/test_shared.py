@@ -9,6 +9,7 @@ import torch
 
 from dsv4.kernels.contracts import contract_of
 from dsv4.kernels.widths import SMALL
+from dsv4.probes.kernel_audit import stops
 from dsv4.probes.kernel_audit.acceptance import Judgement
 from dsv4.probes.kernel_audit.clauses import shared
 from dsv4.probes.kernel_audit.harness import Harness, apart, same_bits
@@ -95,6 +96,32 @@ def test_results_are_those_that_are_furthest_from_the_first():
     count, differ, (worst,), *_ = shared.by_turns(harness, (), (), 1e-9)
     assert (count, differ) == (shared.UNDER_WAY, shared.UNDER_WAY - 1)
     assert torch.equal(torch.as_tensor(worst).float(), values[2].float())
+
+
+def test_a_device_is_watched_during_each_call(monkeypatch):
+    """A call may wait for the device, and its turn with it."""
+    asked = []
+    watched = SimpleNamespace(watch=lambda: asked.append(1), read=lambda: (0, 0.0))
+    monkeypatch.setattr(stops, "Stops", lambda device: watched)
+    harness = Harness(SubjectSpec("rms_norm", "reference"))
+    harness.call = lambda *_: [torch.ones(2)]
+    calls, *_ = shared.by_turns(harness, (), (), 1e-9)
+    assert len(asked) == calls == shared.UNDER_WAY
+
+
+def test_arguments_that_a_call_may_write_in_are_read_from_the_host_once():
+    """Else each call would wait for the device while they are copied to it."""
+    given = torch.arange(6.0).view(2, 3)
+    for operation, written in (("rotate", True), ("rms_norm", False)):
+        fresh = Harness(SubjectSpec(operation, "reference")).fresh((given,))
+        (one,) = fresh()
+        one += 1
+        (two,) = fresh()
+        assert torch.equal(two, given + (not written)) and given[0, 0] == 0
+        given += 2
+        (three,) = fresh()
+        assert torch.equal(three, two)
+        given -= 2
 
 
 def test_processes_begin_and_end_with_the_context():
