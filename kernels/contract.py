@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from dsv4.kernels.cache_rows import PackedRows
+from dsv4.kernels.cache_rows import PackedRows, decode_rows
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.quantize import PackedWeight
+from dsv4.kernels.quantize.kept import dequantised_doubles
 
 SUMS, BITS, CODES, SET = "sums", "bits", "codes", "set"
 
@@ -201,24 +202,29 @@ def ordered(results: Sequence, rules: Iterable[str]) -> list:
     return [r.gather(-1, order) if r is not None and r.shape == order.shape else r for r in results]
 
 
-def rebuilt(value, change: Callable[[torch.Tensor], torch.Tensor]):
-    """The same structure with `change` applied to each of its tensors."""
+def rebuilt(value, change: Callable[[torch.Tensor], torch.Tensor], left: type | tuple = ()):
+    """The same structure with `change` applied to each of its tensors; parts of a type of `left` stay as they are."""
+    if isinstance(value, left):
+        return value
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(rebuilt(v, change) for v in value))
+        return type(value)(*(rebuilt(v, change, left) for v in value))
     if isinstance(value, tuple | list):
-        return type(value)(rebuilt(v, change) for v in value)
+        return type(value)(rebuilt(v, change, left) for v in value)
     return value
+
+
+def copied(arguments: tuple) -> tuple:
+    """Arguments for a call that may write in them. Weights, which no operation writes, are not copied, so that what is
+    computed from them may be kept."""
+    return rebuilt(arguments, torch.clone, PackedWeight)
 
 
 def doubles(value) -> torch.Tensor | None:
     """Values as fp64: packed rows and weights by their codes and scales, exactly."""
-    from dsv4.kernels.cache_rows import decode_rows
-    from dsv4.kernels.quantize import to_float
-
     if isinstance(value, PackedRows):
         return decode_rows(value).double()
     if isinstance(value, PackedWeight):
-        return to_float(value).double()
+        return dequantised_doubles(value)
     return None if value is None else value.double()

@@ -45,6 +45,11 @@ class OrderedSums(TorchDispatchMode):
     kernel that keeps one sum is refused on some processors. Products and what is added to them, sums and means.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        """Else torch imports its compiler at the first call, which takes 3 s, to keep it out of here."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         handler = ORDERED.get(func.overloadpacket)
         first = next((a for a in args if isinstance(a, torch.Tensor)), None)

@@ -7,6 +7,7 @@ from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import CIS, rows_of
 from dsv4.kernels.linear import drawn
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, simulate_fp8_blocks
+from dsv4.kernels.quantize.weights import spread
 from dsv4.kernels.widths import VOCABULARY
 
 FP8_ACTIVATIONS = 128  # columns of one scale
@@ -14,8 +15,9 @@ FP8_ACTIVATIONS = 128  # columns of one scale
 
 def sizes_by_block(O: int, K: int, draw) -> torch.Tensor:
     """fp32 [O, K] of another size in each block of 128 × 128 and 32 columns, so that another block's scale shows."""
-    row, column = torch.arange(O).unsqueeze(1), torch.arange(K)
-    return draw.matrix(O, K) * 2.0 ** ((row // 128 * 3 + column // 32 * 2 + column // 128) % 7 - 3)
+    row, column = torch.arange(-(-O // 128)).unsqueeze(1), torch.arange(-(-K // 32))
+    size = 2.0 ** ((row * 3 + column * 2 + column // 4) % 7 - 3)
+    return draw.matrix(O, K).mul_(spread(spread(size, 32, K, 1), 128, O, 0))
 
 
 def weight_bytes(*weights) -> int:

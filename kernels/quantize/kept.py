@@ -4,6 +4,7 @@ Dequantising gives the same numbers every time, so sharing it changes no bit of 
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -13,16 +14,16 @@ from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat, expert, to
 
 LIMIT = 1 << 30  # bytes; above this the least recently used weights are dropped
 
-# (the packed matrix, its values) by address. The packed matrix is held, because memory of one that is freed becomes
-# another's: layers that are read from disk for each step come and go. A thread has its own, because threads that run
-# ranks enter and leave in any order.
-_kept: ContextVar[OrderedDict[tuple, tuple[torch.Tensor, torch.Tensor]] | None] = ContextVar("kept", default=None)
+# (parts of the packed matrix, its values) by their addresses. The parts are held, because memory of one that is freed
+# becomes another's: layers that are read from disk for each step come and go. A thread has its own, because threads
+# that run ranks enter and leave in any order.
+_kept: ContextVar[OrderedDict[tuple, tuple[list[torch.Tensor], torch.Tensor]] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
 def keeping():
-    """While this context is entered, `dequantised` keeps its results in this thread. Weights must not be written to
-    meanwhile."""
+    """While this context is entered, the functions below keep their results in this thread. Weights must not be written
+    to meanwhile."""
     before = _kept.set(OrderedDict() if (kept := _kept.get()) is None else kept)
     try:
         yield
@@ -32,14 +33,29 @@ def keeping():
 
 def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
     """`to_float`, kept unless the matrix is in a slot; the result must not be written to."""
-    kept = _kept.get()
-    if kept is None or w.format is WeightFormat.DENSE or w.of is not None:
+    if w.format is WeightFormat.DENSE:
         return to_float(w, rows)
-    span = (rows or slice(None)).indices(w.out_features)
-    key = (w.weight.data_ptr(), w.weight.shape, span)
+    return _once(w, (torch.float32, (rows or slice(None)).indices(w.out_features)), lambda: to_float(w, rows))
+
+
+def dequantised_doubles(w: PackedWeight) -> torch.Tensor:
+    """`to_float` in fp64, likewise, of dense matrices too."""
+    return _once(w, (torch.float64,), lambda: to_float(w).double())
+
+
+def _once(w: PackedWeight, what: tuple, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What is made of a matrix, kept unless it is in a slot or takes more than all that may be kept."""
+    kept = _kept.get()
+    if kept is None or w.of is not None:
+        return made()
+    parts = [t for t in w[1:4] if t is not None]
+    key = (*((t.data_ptr(), t.shape, t.stride()) for t in parts), w.block, *what)
     if key not in kept:
-        kept[key] = (w.weight, to_float(w, rows))
-        while sum(values.nbytes for _, values in kept.values()) > LIMIT and len(kept) > 1:
+        values = made()
+        if values.nbytes > LIMIT:
+            return values
+        kept[key] = parts, values
+        while sum(values.nbytes for _, values in kept.values()) > LIMIT:
             kept.popitem(last=False)
     kept.move_to_end(key)
     return kept[key][1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, ordered, outcome, rebuilt, tensors
+from dsv4.kernels.contract import BITS, CODES, SET, Case, Contract, Output, copied, ordered, outcome, rebuilt, tensors
 from dsv4.kernels.honest import OrderedSums
 from dsv4.probes.kernel_audit.errors import KernelAuditError
 
@@ -231,9 +231,8 @@ def truth_of(contract: Contract, case: Case, accuracy: str) -> Truth:
         raise KernelAuditError(
             f"{contract.operation} has no accuracy class {accuracy!r}; expected one of {', '.join(contract.classes)}"
         )
-    own = lambda: rebuilt(case.arguments, torch.clone)
-    exact = listed(contract.exact(*own()))
-    arguments = own()
+    exact = listed(contract.exact(*copied(case.arguments)))
+    arguments = copied(case.arguments)
     with OrderedSums():
         found = outcome(contract, contract.classes[accuracy](*arguments), arguments)
     honest = tuple(_typed(t, o) for t, o in zip(found, contract.outputs, strict=True))
@@ -295,9 +294,7 @@ def _lower(truth: Truth) -> list[torch.Tensor] | None:
         return result
 
     arguments = tuple(
-        rebuilt(a, rounded)
-        if spec.dtype in ("activation", "rows") and spec.shape is not None
-        else rebuilt(a, torch.clone)
+        rebuilt(a, rounded) if spec.dtype in ("activation", "rows") and spec.shape is not None else copied(a)
         for spec, a in zip(truth.contract.arguments, truth.case.arguments)
     )
     if not changed:

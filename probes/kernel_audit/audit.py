@@ -8,6 +8,7 @@ import torch
 
 from dsv4.kernels.contract import Contract
 from dsv4.kernels.contracts import contract_of
+from dsv4.kernels.quantize.kept import keeping
 from dsv4.kernels.widths import WIDTHS
 from dsv4.probes.kernel_audit.acceptance import Truth
 from dsv4.probes.kernel_audit.adapters import adapter, conventions
@@ -106,7 +107,7 @@ def audit_kernel(
     repeats = repeats or (1000 if spec.device.startswith("cuda") else 20)
     audit.repeats, audit.waivers, audit.case = repeats, tuple(waivers), case
     found: list[Check] = []
-    with Worker(spec, limit) as worker:
+    with Worker(spec, limit) as worker, keeping():
         worker.start()
         scene = Scene(
             *(contract, WIDTHS[shapes], spec.accuracy, spec.device, seed, worker, dtypes or contract.dtypes),

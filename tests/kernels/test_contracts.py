@@ -1,5 +1,7 @@
 """Contracts: honest kernels are within the limits of their class, planted faults and canaries are not."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -220,3 +222,16 @@ def test_formats_of_weights_whose_scales_do_not_divide_the_columns_are_left_out(
     odd = replace(NARROW, hidden_size=72, moe_intermediate_size=40)
     assert formats("linear", 1, odd) == formats("experts", 3, odd) == {WeightFormat.DENSE, WeightFormat.FP8}
     assert formats("linear", 1, NARROW) == formats("experts", 3, NARROW) == {*WeightFormat}
+
+
+def test_sums_in_one_order_need_no_compiler():
+    """torch imports its own, for 3 s, unless it is told that nothing is compiled here."""
+    run = """
+import sys, torch
+from dsv4.kernels.honest import OrderedSums
+
+with OrderedSums():
+    torch.ones(2, 2).mm(torch.ones(2, 2))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", run]).returncode == 0
