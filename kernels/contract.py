@@ -13,7 +13,7 @@ import torch
 from dsv4.kernels.cache_rows import PackedRows, decode_rows
 from dsv4.kernels.drawing import Draw
 from dsv4.kernels.quantize import PackedWeight
-from dsv4.kernels.quantize.kept import dequantised_doubles
+from dsv4.kernels.quantize.exact import values
 
 SUMS, BITS, CODES, SET = "sums", "bits", "codes", "set"
 
@@ -226,5 +226,5 @@ def doubles(value) -> torch.Tensor | None:
     if isinstance(value, PackedRows):
         return decode_rows(value).double()
     if isinstance(value, PackedWeight):
-        return dequantised_doubles(value)
+        return values(value)
     return None if value is None else value.double()

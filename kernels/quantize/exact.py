@@ -5,6 +5,7 @@ Nothing here calls the encoders and decoders of `dsv4.kernels.quantize`.
 
 import torch
 
+from dsv4.kernels.quantize.kept import once
 from dsv4.kernels.quantize.weights import PackedWeight, WeightFormat
 
 
@@ -79,20 +80,25 @@ def simulated_fp4(x: torch.Tensor, block: int = 32) -> torch.Tensor:
 
 
 def values(w: PackedWeight) -> torch.Tensor:
-    """fp64 [..., O, K]: a weight by its codes and scales."""
+    """fp64 [..., O, K]: a weight by its codes and scales. Kept while weights are; the result must not be written to."""
+    return once(w, (values,), lambda: _values(w))
+
+
+def _values(w: PackedWeight) -> torch.Tensor:
     if w.format is WeightFormat.DENSE:
         return w.weight.double()
     O, scale = w.out_features, scales(w.scale)
     if w.format is WeightFormat.FP8:
-        code = _looked_up(E4M3, w.weight)
-        row, column = torch.arange(O) // w.block[0], torch.arange(code.shape[-1]) // w.block[1]
-        return code * scale[..., row, :][..., column]
+        code, of_row = _looked_up(E4M3, w.weight), scale[..., torch.arange(O) // w.block[0], :]
+        for columns, size in zip(code.split(w.block[1], -1), of_row.unbind(-1), strict=True):
+            columns *= size.unsqueeze(-1)
+        return code
     code = _looked_up(E2M1_PAIRS, w.weight).flatten(-2)
     if w.format is WeightFormat.NVFP4:
         part = torch.arange(O) // (O // w.global_scale.shape[-1])
         scale = scale * w.global_scale.double()[..., part].unsqueeze(-1)
     width = code.shape[-1] // scale.shape[-1]
-    return (code.unflatten(-1, (-1, width)) * scale.unsqueeze(-1)).flatten(-2)
+    return code.unflatten(-1, (-1, width)).mul_(scale.unsqueeze(-1)).flatten(-2)
 
 
 def scales(scale: torch.Tensor) -> torch.Tensor:

@@ -35,16 +35,12 @@ def dequantised(w: PackedWeight, rows: slice | None = None) -> torch.Tensor:
     """`to_float`, kept unless the matrix is in a slot; the result must not be written to."""
     if w.format is WeightFormat.DENSE:
         return to_float(w, rows)
-    return _once(w, (torch.float32, (rows or slice(None)).indices(w.out_features)), lambda: to_float(w, rows))
+    return once(w, (dequantised, (rows or slice(None)).indices(w.out_features)), lambda: to_float(w, rows))
 
 
-def dequantised_doubles(w: PackedWeight) -> torch.Tensor:
-    """`to_float` in fp64, likewise, of dense matrices too."""
-    return _once(w, (torch.float64,), lambda: to_float(w).double())
-
-
-def _once(w: PackedWeight, what: tuple, made: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What is made of a matrix, kept unless it is in a slot or takes more than all that may be kept."""
+def once(w: PackedWeight, what: tuple, made: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What is made of a matrix, kept under the name `what` unless the matrix is in a slot or the result takes more than
+    all that may be kept; it must not be written to."""
     kept = _kept.get()
     if kept is None or w.of is not None:
         return made()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dsv4.kernels.quantize import PackedWeight, WeightFormat, kept
-from dsv4.kernels.quantize.kept import dequantised, dequantised_doubles, dequantised_stack, keeping
+from dsv4.kernels.quantize.exact import values
+from dsv4.kernels.quantize.kept import dequantised, dequantised_stack, keeping
 from dsv4.kernels.quantize.weights import expert, quantize_fp8, to_float
 
 
@@ -38,27 +39,27 @@ def test_matrices_of_the_same_codes_and_other_scales_are_told_apart():
     one = expert(weights(), 0)
     other = one._replace(scale=quantize_fp8(torch.randn(256, 128) * 64)[1])
     with keeping():
-        for made, want in ((dequantised, to_float), (dequantised_doubles, lambda w: to_float(w).double())):
+        for made, want in ((dequantised, to_float), (values, lambda w: to_float(w).double())):
             for w in (one, other, one):
                 assert torch.equal(made(w), want(w)) and made(w).dtype is want(w).dtype
-        assert dequantised_doubles(one) is dequantised_doubles(one)
+        assert values(one) is values(one)
     assert not torch.equal(to_float(one), to_float(other))
 
 
 def test_dense_matrices_are_kept_as_doubles():
     dense = PackedWeight(WeightFormat.DENSE, torch.randn(8, 4).bfloat16())
     with keeping():
-        assert torch.equal(dequantised_doubles(dense), dense.weight.double())
-        assert dequantised_doubles(dense) is dequantised_doubles(dense)
+        assert torch.equal(values(dense), dense.weight.double())
+        assert values(dense) is values(dense)
 
 
 def test_what_takes_more_than_the_limit_is_not_kept(monkeypatch):
     one = expert(weights(), 0)
     monkeypatch.setattr(kept, "LIMIT", 256 * 128 * 8 - 1)
     with keeping():
-        values = dequantised(one)
-        assert torch.equal(dequantised_doubles(one), to_float(one).double())
-        assert dequantised(one) is values and len(kept._kept.get()) == 1
+        whole = dequantised(one)
+        assert torch.equal(values(one), to_float(one).double())
+        assert dequantised(one) is whole and len(kept._kept.get()) == 1
 
 
 def test_no_more_than_the_limit_is_kept(monkeypatch):
