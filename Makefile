@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= The capital of France is
+# Hundreds of processes that tests start find modules compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo check test test-all test-lm-eval clean
 

@@ -75,7 +75,7 @@ def test_a_fault_is_named(profiles, fault):
     assert found.caught and found.word in fault.parts, found
 
 
-@pytest.mark.few
+@pytest.mark.few(each=lambda p: p["fault"].parts)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda m: m.name.replace(" ", "-"))
 def test_a_fault_is_seen_on_a_gqa_model(profiles, tmp_path, fault):
     site = Site(shutil.copytree(profiles / "qwen2", tmp_path / "copy"))
