@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= The capital of France is
-# Hundreds of processes that tests start find modules compiled.
+# Processes that tests start find modules compiled, wherever this is set.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo check test test-all test-lm-eval clean

@@ -2,11 +2,11 @@
 
 import torch
 
-from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, doubles, tensors
+from dsv4.kernels.contract import Argument, Case, Contract, Output, Production, Work, tensors
 from dsv4.kernels.fusions import exact
 from dsv4.kernels.fusions.rows_contract import CIS, rows_of
 from dsv4.kernels.linear import drawn
-from dsv4.kernels.quantize import PackedWeight, WeightFormat, simulate_fp8_blocks
+from dsv4.kernels.quantize import PackedWeight, WeightFormat, simulate_fp8_blocks, to_float
 from dsv4.kernels.quantize.weights import spread
 from dsv4.kernels.widths import VOCABULARY
 
@@ -149,7 +149,7 @@ def fp8_heads(o, cis, w, groups: int) -> torch.Tensor:
     """An honest kernel that quantises the rotated heads to FP8 in blocks of 128 columns."""
     turned = exact.rotate(o, cis.unsqueeze(1)).to(o.dtype).flatten(1).unflatten(1, (groups, -1))
     coded = simulate_fp8_blocks(turned, FP8_ACTIVATIONS).float()
-    rows = doubles(w).float().view(groups, -1, coded.shape[-1])
+    rows = to_float(w).view(groups, -1, coded.shape[-1])
     return torch.einsum("ngk,grk->ngr", coded, rows).flatten(1).to(o.dtype)
 
 

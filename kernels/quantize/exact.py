@@ -110,4 +110,5 @@ def scales(scale: torch.Tensor) -> torch.Tensor:
 
 def _looked_up(table: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
     """Entries of a table [256, ...] for the bytes of a tensor."""
-    return table.index_select(0, byte.view(torch.uint8).flatten().int()).view(*byte.shape, *table.shape[1:])
+    index = byte.view(torch.uint8).flatten().int()
+    return table.to(index.device).index_select(0, index).view(*byte.shape, *table.shape[1:])
