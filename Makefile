@@ -2,8 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= The capital of France is
-# Processes that tests start find modules compiled, wherever this is set.
-export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo check test test-all test-lm-eval clean
 
