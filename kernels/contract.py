@@ -203,7 +203,7 @@ def ordered(results: Sequence, rules: Iterable[str]) -> list:
 
 
 def rebuilt(value, change: Callable[[torch.Tensor], torch.Tensor], left: type | tuple = ()):
-    """The same structure with `change` applied to each of its tensors; parts of a type of `left` stay as they are."""
+    """A structure with `change` applied to each of its tensors; parts of a type of `left` stay as they are."""
     if isinstance(value, left):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Dequantised weights, kept while several tokens run through a model one after another.
+"""Dequantised weights, kept while several tokens run through a model one after another, or a kernel through cases.
 
 Dequantising gives the same numbers every time, so sharing it changes no bit of a step.
 """
@@ -44,8 +44,9 @@ def once(w: PackedWeight, what: tuple, made: Callable[[], torch.Tensor]) -> torc
     kept = _kept.get()
     if kept is None or w.of is not None:
         return made()
-    parts = [t for t in w[1:4] if t is not None]
-    key = (*((t.data_ptr(), t.shape, t.stride()) for t in parts), w.block, *what)
+    parts = [t for t in w if isinstance(t, torch.Tensor)]
+    rest = [t for t in w if not isinstance(t, torch.Tensor)]
+    key = (*((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in parts), *rest, *what)
     if key not in kept:
         values = made()
         if values.nbytes > LIMIT:

@@ -46,6 +46,14 @@ def test_matrices_of_the_same_codes_and_other_scales_are_told_apart():
     assert not torch.equal(to_float(one), to_float(other))
 
 
+def test_bytes_that_are_read_in_other_formats_are_told_apart():
+    codes, scale = torch.full((8, 32), 0x22, dtype=torch.uint8), torch.ones(8, 4).to(torch.float8_e4m3fn)
+    one = PackedWeight(WeightFormat.NVFP4, codes, scale, torch.ones(1))
+    other = one._replace(scale=one.scale.view(torch.float8_e8m0fnu))
+    with keeping():
+        assert not torch.equal(values(one), values(other)) and torch.equal(values(one), to_float(one).double())
+
+
 def test_dense_matrices_are_kept_as_doubles():
     dense = PackedWeight(WeightFormat.DENSE, torch.randn(8, 4).bfloat16())
     with keeping():
